@@ -36,7 +36,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +49,14 @@ from flash_wmma.emulator import kernel_sources
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "mutations.json"
 RECORD = ROOT / "docs" / "data" / "mutations.json"
-TIMEOUT = 900
-"""Seconds for the tests of one kernel. What takes longer hangs."""
+TIMEOUT = 3600
+"""Seconds for the tests of one kernel, or for a compilation."""
+HANG = 600
+"""Seconds of a test that hangs."""
+PYTEST = (
+    *("-x", "-q", "-rfE", "--color=no", "-p", "no:cacheprovider"),
+    *("-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"),
+)
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "wgmma_masks", "unfused", "simt", "emulated"),
@@ -290,30 +296,26 @@ class Tree:
                 if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp", ".inl") and name not in wanted:
                     path.unlink()
 
-    def run(
-        self, *command: str, timeout: float = TIMEOUT, environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Python with a command line, and variables besides those of the copy."""
-        variables = {**self.environment, **(environment or {})}
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *command], cwd=self.folder, env=variables, timeout=timeout, check=False,
+            [sys.executable, *command], cwd=self.folder, env=self.environment, timeout=TIMEOUT, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
     def build(self) -> str:
         """libflash_wmma.so without CUDA. The compiler's messages if it fails."""
-        done = self.run("setup.py", "-q", "build_ext", "--inplace", timeout=3600)
+        done = self.run("setup.py", "-q", "build_ext", "--inplace")
         return done.stdout if done.returncode else ""
 
     def compile(self, kernel: str) -> str:
         """A kernel for the checked emulator. The compiler's messages if it fails."""
         code = f"from flash_wmma.emulator import kernel_library; kernel_library({kernel!r}, 'checked')"
-        done = self.run("-c", code, timeout=3600)
+        done = self.run("-c", code)
         return done.stdout if done.returncode else ""
 
     def compile_all(self) -> str:
         """The same of all kernels, which pytest would wait for, where libflash_wmma.so has none."""
-        done = self.run("-m", "flash_wmma.emulator", "build", "--mode", "checked", timeout=3600)
+        done = self.run("-m", "flash_wmma.emulator", "build", "--mode", "checked")
         return done.stdout if done.returncode else ""
 
     def verdict(self, fault: Fault) -> Verdict:
@@ -329,23 +331,21 @@ class Tree:
         return found._replace(seconds=round(time.perf_counter() - start, 1))
 
     def search(self, fault: Fault) -> Verdict:
-        emulates = not fault.path.startswith("csrc/cpu/")
-        if self.host and (said := self.build() or (self.compile_all() if emulates else "")):
+        if self.host and (said := self.build() or self.compile_all()):
             return uncompiled(said)
-        environment = {} if emulates else {"FLASH_WMMA_GXX": "none"}
         ran = []
         first = ("--first", noticed_by(fault)) if noticed_by(fault) else ()
         for check in checks(fault):
             if check.kernel and (said := self.compile(check.kernel)):
                 return uncompiled(said)
             try:
-                done = self.run(
-                    *("-m", "pytest", "-x", "-q", "-rfE", "--color=no", "-p", "no:cacheprovider"),
-                    *(*first, *check.arguments),
-                    environment=environment,
+                done = self.run("-m", "pytest", *PYTEST, *first, *check.arguments)
+            except subprocess.TimeoutExpired as late:
+                return Verdict(
+                    "error", f"took more than {TIMEOUT} s: {' '.join(check.arguments)}", log=str(late.stdout)
                 )
-            except subprocess.TimeoutExpired as hang:
-                return Verdict("caught", f"a hang: {' '.join(check.arguments)}", log=str(hang.stdout))
+            if re.search(r"^Timeout \(", done.stdout, re.MULTILINE):
+                return Verdict("caught", f"a hang: {' '.join(check.arguments)}", log=done.stdout)
             if done.returncode == 1 and (said := re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)):
                 return Verdict("caught", said[1], log=done.stdout)
             if done.returncode in (-signal.SIGTERM, -signal.SIGKILL):
