@@ -1,4 +1,4 @@
-"""Where the tests run the op append_kv: torch's ops on a CPU, and the kernel on a GPU or else in the emulator."""
+"""Where the tests run the op append_kv: on a CPU, and its kernel on a GPU or else in the emulator."""
 
 from __future__ import annotations
 

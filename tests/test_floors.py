@@ -27,6 +27,8 @@ REGISTRY = (
 )
 """The contract, where the rows of a cache lie, what a kernel says of itself, and the tables of tiles that several
 families use."""
+APPENDING = ("cache/append.h", "cache/places.h")
+"""The contract of what appends to a cache, and where its tokens are: the CPU's code shares both with the kernel."""
 BELOW_TORCH = (
     *("cache/append.h", "merge/merge.h", "reductions/reductions.h"),
     *("cpu/threads.h", "device/product.h", "emulator/api.h"),
@@ -54,7 +56,7 @@ def allowed(source: str) -> tuple[str, ...]:
         case ["device", *_]:
             return (*REGISTRY, "device/")
         case ["cpu"]:
-            return (*REGISTRY, "cpu/")
+            return (*REGISTRY, *APPENDING, "cpu/")
         case ["emulator", *_]:
             return (*REGISTRY, "emulator/", "device/product.h")
         case ["torch"]:

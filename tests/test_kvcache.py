@@ -759,6 +759,7 @@ ROWS = {
     "odd d": (27, 0, 13),
     "unaligned": (32, 1, 16),
     "odd pairs": (32, 0, 5),
+    "many pairs": (160, 0, 72),
 }
 """Head dim, elements before the first row, pairs."""
 

@@ -6,8 +6,8 @@
 // where a row is rotated, two times 16 bytes whose elements form pairs. Rows whose sizes or addresses are no multiples
 // of 16 bytes have units of one element, or two.
 //
-// A thread finds the token's sequence and place by itself: neighbours read the same few numbers, and no barrier waits
-// for them. A token without a place is left out, so that the host need not know the lengths.
+// A thread finds the token's sequence and place by itself (places.h): neighbours read the same few numbers, and no
+// barrier waits for them. A token without a place is left out, so that the host need not know the lengths.
 //
 // Bound: HBM, one read and one write of what is new; for a step of generation, the latency of a length, a page and an
 // element, one after the other.
@@ -16,8 +16,8 @@
 #include <launch.h>
 
 #include <algorithm>
-#include <climits>
 
+#include "cache/places.h"
 #include "device/values.cuh"
 
 namespace flash_wmma {
@@ -25,56 +25,13 @@ namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
 
-// ---- Where a token is -----------------------------------------------------------------------------------------------
-
-struct Token {
-    int sequence;
-    std::int64_t at;   // in its sequence
-    std::int64_t row;  // of the tensors, from the sequence's first; packed: from the first of all
-};
-
-/// Token i. What lies behind the last packed sequence counts as the last one's.
-__device__ Token token_of(const Tokens& tokens, std::int64_t i, int batch) {
-    if (!tokens.cu_seqlens) {
-        const int sequence = static_cast<int>(i / tokens.per_sequence);
-        const std::int64_t at = i - sequence * tokens.per_sequence;
-        return {sequence, at, at};
-    }
-    // The first sequence that ends behind i
-    int low = 0, high = batch - 1;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (tokens.cu_seqlens[middle + 1] > i) high = middle;
-        else low = middle + 1;
-    }
-    return {low, i - tokens.cu_seqlens[low], i};
-}
-
-template <class T>
-__device__ T* row_of(const Rows& rows, const Token& token) {
-    return static_cast<T*>(rows.data) + token.sequence * rows.batch + token.row * rows.row;
-}
-
-/// Where a new key goes, if it has a place.
-struct Place {
-    bool exists;
-    std::int64_t page, row;
-};
-
-__device__ Place place_of(const AppendParams& p, const Token& key) {
-    const std::int64_t at = p.cache_seqlens[key.sequence] + key.at;
-    const bool has_table = p.table_columns >= 0;
-    const std::int64_t end = has_table ? p.page_size * p.table_columns : p.page_size;
-    // Behind the end of the last packed sequence there may be rows of nobody
-    const bool own = key.at >= 0 && (!p.keys.cu_seqlens || key.row < p.keys.cu_seqlens[key.sequence + 1]);
-    if (!own || at < 0 || at >= end) return {false, 0, 0};
-    const std::int64_t run = at / p.page_size;
-    const std::int64_t page =
-        has_table ? p.page_table[key.sequence * p.table_columns + run] : std::int64_t{key.sequence};
-    return {page >= 0 && page < p.num_pages, page, at - run * p.page_size};
-}
-
 // ---- Rows -----------------------------------------------------------------------------------------------------------
+
+/// Of a token or a place, of the first head.
+template <class T, class Where>
+__device__ T* row(const Rows& rows, const Where& where) {
+    return static_cast<T*>(rows.data) + where.offset(rows);
+}
 
 /// kWidth elements: 16 bytes, or one.
 template <class T, int kWidth>
@@ -100,11 +57,10 @@ template <class T>
 struct Turn {
     const T *cos = nullptr, *sin = nullptr;
 
-    __device__ Turn(const Rotary& rotary, std::int64_t place) {
+    __device__ Turn(const Rotary& rotary, std::int64_t row) {
         if (rotary.half == 0) return;
-        place = max(std::int64_t{0}, min(place, rotary.rows - 1));
-        cos = static_cast<const T*>(rotary.cos) + place * rotary.cos_row;
-        sin = static_cast<const T*>(rotary.sin) + place * rotary.sin_row;
+        cos = static_cast<const T*>(rotary.cos) + row * rotary.cos_row;
+        sin = static_cast<const T*>(rotary.sin) + row * rotary.sin_row;
     }
 
     /// The chunks at `a` and `b` rotated. `first`: of the elements of their pairs in the row of the tables.
@@ -162,30 +118,24 @@ __device__ void write_heads(const T* from, std::int64_t from_head, T* to, std::i
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) append(const AppendParams p) {
     const Rotary& rotary = p.rotary;
-    for (std::int64_t b = blockIdx.x * blockDim.x + threadIdx.x; b < p.batch; b += gridDim.x * blockDim.x) {
-        const std::int32_t* const cu = p.keys.cu_seqlens;
-        const std::int64_t more = cu ? std::int64_t{cu[b + 1]} - cu[b] : p.keys.per_sequence;
-        p.seqlens[b] = static_cast<std::int32_t>(min(p.cache_seqlens[b] + more, std::int64_t{INT_MAX}));
-    }
+    for (std::int64_t b = blockIdx.x * blockDim.x + threadIdx.x; b < p.batch; b += gridDim.x * blockDim.x)
+        p.seqlens[b] = new_length(p, static_cast<int>(b));
     for (std::int64_t i = blockIdx.x; i < p.queries.count + p.keys.count; i += gridDim.x) {
         if (i < p.queries.count) {
             const Token query = token_of(p.queries, i, p.batch);
-            const Turn<T> turn(rotary, rotary.places[query.sequence] + (rotary.queries_advance ? query.at : 0));
-            write_heads<kWidth>(row_of<const T>(p.q, query), p.q.head, row_of<T>(p.rotated_q, query), p.rotated_q.head,
+            const Turn<T> turn(rotary, turn_of(rotary, query, rotary.queries_advance));
+            write_heads<kWidth>(row<const T>(p.q, query), p.q.head, row<T>(p.rotated_q, query), p.rotated_q.head,
                                 p.heads_q, p.head_dim, turn, rotary.half, rotary.interleaved);
             continue;
         }
         const Token key = token_of(p.keys, i - p.queries.count, p.batch);
         const Place place = place_of(p, key);
         if (!place.exists) continue;
-        const auto to = [&](const Rows& cache) {
-            return static_cast<T*>(cache.data) + place.page * cache.batch + place.row * cache.row;
-        };
-        const Turn<T> turn(rotary, rotary.half ? rotary.places[key.sequence] + key.at : 0);
-        write_heads<kWidth>(row_of<const T>(p.k, key), p.k.head, to(p.k_cache), p.k_cache.head, p.heads_k, p.head_dim,
-                            turn, rotary.half, rotary.interleaved);
-        write_heads<kWidth>(row_of<const T>(p.v, key), p.v.head, to(p.v_cache), p.v_cache.head, p.heads_k, p.head_dim_v,
-                            turn, 0, false);
+        const Turn<T> turn(rotary, rotary.half ? turn_of(rotary, key, true) : 0);
+        write_heads<kWidth>(row<const T>(p.k, key), p.k.head, row<T>(p.k_cache, place), p.k_cache.head, p.heads_k,
+                            p.head_dim, turn, rotary.half, rotary.interleaved);
+        write_heads<kWidth>(row<const T>(p.v, key), p.v.head, row<T>(p.v_cache, place), p.v_cache.head, p.heads_k,
+                            p.head_dim_v, turn, 0, false);
     }
 }
 

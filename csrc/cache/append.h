@@ -53,4 +53,9 @@ struct AppendParams {
 /// Asynchronously. batch is positive. Throws std::runtime_error if the launch fails.
 void append_rows(const AppendParams& params, Stream stream);
 
+namespace cpu {
+/// The same of tensors in the CPU's memory, done when it returns.
+void append_rows(const AppendParams& params);
+}  // namespace cpu
+
 }  // namespace flash_wmma

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "cpu/attention.inl"
+#include "cpu/rotary.inl"
 
 namespace flash_wmma::cpu {
 namespace {
@@ -507,7 +508,8 @@ constexpr IsaKernel isa_kernel(const char* name, int rank, bool (*supported)()) 
             row_deltas<Isa>,
             backward<Isa>,
             statistics<Isa>,
-            finish_query<Isa>};
+            finish_query<Isa>,
+            rotate<Isa>};
 }
 
 }  // namespace

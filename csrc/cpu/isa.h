@@ -57,6 +57,9 @@ struct IsaKernel {
     /// Writes a row of dq: scale times the sum of `parts`, which lie `part_stride` floats apart.
     void (*finish_query)(const BackwardParams&, std::int64_t head, std::int64_t row, const float* first, int parts,
                          std::int64_t part_stride, float* scratch);
+
+    /// Writes `half` rotated pairs of a row (cache/append.h, Rotary); cos and sin are the tables' row.
+    void (*rotate)(const void* from, void* to, DType, const void* cos, const void* sin, int half, bool interleaved);
 };
 
 struct IsaRegistration {

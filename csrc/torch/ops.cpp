@@ -138,7 +138,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., str kernel_name=\"auto\", "
         "str forward_kernel=\"auto\") -> (Tensor row_max, Tensor entropy, Tensor column_sum, Tensor row_sum)");
     // Reductions of an array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py), of
-    // which append_kv and merge_parts are made there too (flash_wmma/_append.py, flash_wmma/_merge.py).
+    // which merge_parts is made there too (flash_wmma/_merge.py).
     m.def("array_max(Tensor x) -> Tensor");
     m.def("array_sum(Tensor x) -> Tensor");
     m.def("row_max(Tensor x) -> Tensor");
@@ -155,6 +155,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
     (m).impl("forward_with_tangents", TORCH_BOX(&flash_wmma::forward_with_tangents));       \
     (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen));                     \
     (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached));                     \
+    (m).impl("append_kv", TORCH_BOX(&flash_wmma::append_kv));                               \
     (m).impl("backward", TORCH_BOX(&flash_wmma::backward));                                 \
     (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen));                   \
     (m).impl("backward_begin", TORCH_BOX(&flash_wmma::backward_begin));                     \
@@ -166,7 +167,6 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
 OPS_ON(CPU, FLASH_WMMA_NAMESPACE, m) { FLASH_WMMA_IMPLEMENT(m); }
 OPS_ON(CUDA, FLASH_WMMA_NAMESPACE, m) {
     FLASH_WMMA_IMPLEMENT(m);
-    m.impl("append_kv", TORCH_BOX(&flash_wmma::append_kv));
     m.impl("merge_parts", TORCH_BOX(&flash_wmma::merge_parts));
     m.impl("array_max", TORCH_BOX(&flash_wmma::array_max));
     m.impl("array_sum", TORCH_BOX(&flash_wmma::array_sum));

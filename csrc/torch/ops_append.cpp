@@ -1,4 +1,4 @@
-// flash_wmma::append_kv on CUDA tensors.
+// flash_wmma::append_kv.
 #include "cache/append.h"
 #include "torch/ops.h"
 
@@ -71,10 +71,11 @@ std::tuple<Tensor, Tensor> append_kv(const Tensor& k_cache, const Tensor& v_cach
                                      const OptionalTensor& q_tensor, const OptionalTensor& cu_seqlens_q,
                                      const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
                                      const OptionalTensor& rotary_seqlens, bool queries_advance, bool interleaved) {
-    if (!append_rows)
+    const Operand ks(k_cache, "k_cache"), vs(v_cache, "v_cache"), k(k_tensor, "k"), v(v_tensor, "v");
+    const bool on_gpu = k.device_type == codes().cuda;
+    if (on_gpu && !append_rows)
         throw std::runtime_error(
             "flash_wmma was built without CUDA kernels: install nvcc and rebuild it (README, Installation)");
-    const Operand ks(k_cache, "k_cache"), vs(v_cache, "v_cache"), k(k_tensor, "k"), v(v_tensor, "v");
     AppendParams p{};
     p.dtype = k.element_type("float32, float16, bfloat16");
     if (p.dtype == DType::kBool) invalid("k.dtype: got bool, allowed: float32, float16, bfloat16");
@@ -153,8 +154,12 @@ std::tuple<Tensor, Tensor> append_kv(const Tensor& k_cache, const Tensor& v_cach
     Tensor seqlens = empty<1>({batch}, {1}, codes().int32, k);
     p.seqlens = static_cast<std::int32_t*>(data_of(seqlens));
     if (batch > 0) {
-        const torch::stable::accelerator::DeviceGuard guard(k.device_index);
-        append_rows(p, current_stream(k.device_index));
+        if (on_gpu) {
+            const torch::stable::accelerator::DeviceGuard guard(k.device_index);
+            append_rows(p, current_stream(k.device_index));
+        } else {
+            cpu::append_rows(p);
+        }
         k_written.bring_back(), v_written.bring_back();
     }
     return {std::move(rotated), std::move(seqlens)};
