@@ -806,7 +806,10 @@ def test_append_rotated(where: str, rows: tuple[int, int, int], interleaved: boo
     assert torch.equal(on[1].cpu(), caches[1])
 
 
-@pytest.mark.parametrize("device", [where for where in appending.WHERE if where != "emulated"])
+DEVICES = [where for where in appending.WHERE if where != "emulated"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_append_is_seen_by_autograd(device: str) -> None:
     """What was computed from a cache before has no gradients any more: they would need its old values."""
     cache = torch.randn(2, 2, 4, 8, device=device, requires_grad=True)
@@ -816,12 +819,12 @@ def test_append_is_seen_by_autograd(device: str) -> None:
         square.backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.skipif(appending.WHERE[1] == "emulated", reason="needs a CUDA device")
-def test_append_to_elements_apart() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_append_to_elements_apart(device: str) -> None:
     """A cache and new rows whose elements are not adjacent."""
-    caches = torch.zeros(2, 3, 2, 16, 6, device="cuda").transpose(3, 4)
-    new = torch.randn(2, 3, 2, 16, 1, device="cuda").transpose(3, 4)
-    append_kv(*caches, *new, int32([0, 5, 3], "cuda"))
+    caches = torch.zeros(2, 3, 2, 16, 6, device=device).transpose(3, 4)
+    new = torch.randn(2, 3, 2, 16, 1, device=device).transpose(3, 4)
+    append_kv(*caches, *new, int32([0, 5, 3], device))
     for b, at in enumerate((0, 5, 3)):
         assert torch.equal(caches[:, b, :, at], new[:, b, :, 0])
     assert int(caches.count_nonzero()) == new.numel()
