@@ -423,8 +423,8 @@ __device__ __forceinline__ void prepare_block(const Problem& problem, SharedMemo
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over
 // tiles has no access to local memory in plain problems; an item's first tile and its end have some 30 there. With
-// dropout the loop has up to 34, in general problems some 350, many of them where one feature is at work. ptxas: C7519:
-// it fences before dP's products behind the wait for V, and before dK's behind the store of dS.
+// dropout the loop has up to 34, in general problems some 350, many of them where one feature is at work.
+// ptxas: C7519: it fences before dP's products behind the wait for V, and before dK's behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {

@@ -41,8 +41,8 @@ union TwoPassesMemory {
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item of either pass in local memory, and consumers
 // some of an item's, of a tile what dropout or changed scores need: about 150 to 240 bytes in plain problems, to 700
-// with packed sequences and dropout, 700 and 1150 in general ones. ptxas: C7519: it fences before dP's products behind
-// the wait for V, and before S of the next tile behind that for K.
+// with packed sequences and dropout, 700 and 1150 in general ones.
+// ptxas: C7519: it fences before dP's products behind the wait for V, and before S of the next tile behind that for K.
 template <class Keys, class Queries, Problems kProblems>
 __global__ void __launch_bounds__(Keys::kThreads, 1)
     two_passes(const __grid_constant__ Problem problem, const __grid_constant__ TwoPassesMaps maps,

@@ -412,8 +412,9 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 //
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; Scores does so with a few
 // words once an item at d = 256. The loops over tiles have none, but in general problems 78 loads and stores, in
-// Scores. ptxas: C7519: it fences before dP's products where L and D are terms, and about products that general
-// problems by turns may leave out.
+// Scores.
+// ptxas: C7519: it fences before dP's products where L and D are terms, and about products that general problems by
+// turns may leave out.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
