@@ -60,6 +60,7 @@ struct CachedCopyMap {
     static constexpr int kPeriod = kVectors % 3 ? 1 : 3, kPeriodRows = 32 * kPeriod / kVectors;
     static constexpr int kRun = kWarpRows % 16 ? kWarpRows : 16;
     static constexpr bool kHasRuns = kAllExist && 32 * kPeriod % kVectors == 0 && kRun % kPeriodRows == 0;
+    static constexpr int kRuns = kWarpRows / kRun;
     static_assert(kWarpRows <= 32);
 
     const typename Tile::T* head;  // the head's first row in the cache
@@ -88,13 +89,28 @@ struct CachedCopyMap {
             if (exists) f(i, first_row() + r, column, head + (inside ? row + column : 0));
         });
     }
-    /// The same if runs of kRun rows are `pitch` elements apart, and of the tile's rows those below `rows` exist.
-    template <class F>
-    __device__ __forceinline__ void for_each_in_runs(std::int64_t offset, std::int64_t pitch, int rows, F f) {
+    /// Where a run of kRun of the warp's rows begins. `offset` as above.
+    __device__ __forceinline__ const typename Tile::T* first_of_run(std::int64_t offset, int run) const {
+        return head + __shfl_sync(kWarpMask, offset, run * kRun);
+    }
+    /// Where all of them begin.
+    struct Runs {
+        const typename Tile::T* first[kRuns];
+    };
+    __device__ __forceinline__ Runs runs(std::int64_t offset) const {
+        Runs runs;
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) runs.first[run] = first_of_run(offset, run);
+        return runs;
+    }
+    /// As for_each if rows of a run are `pitch` elements apart, and of the tile's rows those below `rows` exist.
+    /// `first_of(run)`: where a run begins.
+    template <class First, class F>
+    __device__ __forceinline__ void for_each_in_runs(First first_of, std::int64_t pitch, int rows, F f) {
         const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
-        for (int run = 0; run < kWarpRows / kRun; ++run) {
-            const typename Tile::T* const first = head + __shfl_sync(kWarpMask, offset, run * kRun);
+        for (int run = 0; run < kRuns; ++run) {
+            const typename Tile::T* const first = first_of(run);
 #pragma unroll
             for (int b = 0; b < kPeriod; ++b) {
                 const int vector = lane + 32 * b, r = vector / kVectors, column = vector % kVectors * 8;

@@ -52,9 +52,10 @@ struct Sm75 {
             });
         }
         /// Of a key/value cache, as its for_each_in_runs.
-        template <class Target>
-        __device__ __forceinline__ void start_runs(Target&, std::int64_t offset, std::int64_t pitch, int rows) {
-            this->for_each_in_runs(offset, pitch, rows, [&](int i, int, int, const auto* from) {
+        template <class Target, class Runs>
+        __device__ __forceinline__ void start_runs(Target&, const Runs& runs, std::int64_t pitch, int rows) {
+            const auto first = [&](int run) { return runs.first[run]; };
+            this->for_each_in_runs(first, pitch, rows, [&](int i, int, int, const auto* from) {
                 vectors[i] = this->inside ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
             });
         }

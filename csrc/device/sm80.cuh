@@ -49,7 +49,8 @@ struct Sm80 {
         /// Of a key/value cache, as its for_each_in_runs.
         template <class Target>
         __device__ __forceinline__ void start_runs(Target& target, std::int64_t offset, std::int64_t pitch, int rows) {
-            this->for_each_in_runs(offset, pitch, rows, [&](int, int row, int column, const auto* from) {
+            const auto first = [&](int run) { return this->first_of_run(offset, run); };
+            this->for_each_in_runs(first, pitch, rows, [&](int, int row, int column, const auto* from) {
                 copy(target.at(row, column), from, this->inside);
             });
         }

@@ -40,8 +40,7 @@ struct KeyValueCopies {
     }
 };
 
-/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages, but
-/// where registers have room for one tile alone, and L2 is asked for the next.
+/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages.
 template <class Tile>
 struct KeyValueCopies<Tile, true> {
     using Map = CachedCopyMap<Tile, Tile::kGroupKeys>;
@@ -83,8 +82,16 @@ struct KeyValueCopies<Tile, true> {
         const std::int64_t k = exists ? rows_.offset(work_.p.k, page_, place_.row) : Map::kNowhere;
         const std::int64_t v = exists ? rows_.offset(work_.p.v, page_, place_.row) : Map::kNowhere;
         if (in_runs_) {
-            k_.start_runs(stage.k, k, k_pitch, rows_.count - key_);
-            v_.start_runs(stage.v, v, v_pitch, rows_.count - key_);
+            if constexpr (Tile::Machine::kThroughRegisters) {
+                // ptxas may copy code up to the next shuffle. Loads of two copies have registers of their own, and the
+                // warp waits for what they bring. So all shuffles come first
+                const auto k_runs = k_.runs(k), v_runs = v_.runs(v);
+                k_.start_runs(stage.k, k_runs, k_pitch, rows_.count - key_);
+                v_.start_runs(stage.v, v_runs, v_pitch, rows_.count - key_);
+            } else {
+                k_.start_runs(stage.k, k, k_pitch, rows_.count - key_);
+                v_.start_runs(stage.v, v, v_pitch, rows_.count - key_);
+            }
         } else {
             k_.start(stage.k, k);
             v_.start(stage.v, v);
@@ -92,7 +99,6 @@ struct KeyValueCopies<Tile, true> {
         key_ -= Tile::kBc;
         look_up();
         read_page();
-        if constexpr (Tile::Machine::kThroughRegisters && Tile::kKeyWarps > 1) fetch_next();
     }
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch, int) {
@@ -126,17 +132,6 @@ struct KeyValueCopies<Tile, true> {
     __device__ __forceinline__ static void fetch(const typename Tile::T* row, int line, int columns) {
         if (line * kLine < columns * kBytes) ptx::prefetch_line(row + line * kLine / kBytes);
     }
-    /// Asks for this lane's row of the next tile, if the block works on it and L2 does not hold it as it is: registers
-    /// have room for one tile alone.
-    __device__ __forceinline__ void fetch_next() const {
-        if (!k_.passes_by || place_.row < 0 || key_ < work_.first_tile * Tile::kBc) return;
-#pragma unroll
-        for (int line = 0; line * kLine < Tile::kD * kBytes; ++line) {
-            fetch(k_.head + rows_.offset(work_.p.k, page_, place_.row), line, k_.d);
-            fetch(v_.head + rows_.offset(work_.p.v, page_, place_.row), line, v_.d);
-        }
-    }
-
     static constexpr int kLine = kLineBytes, kBytes = static_cast<int>(sizeof(typename Tile::T));  // of an element
 
     const Work<Tile>& work_;
