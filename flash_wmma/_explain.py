@@ -38,7 +38,8 @@ class Explanation:
     emulated: bool = False
     """Whether a CUDA kernel is asked for on the CPU: ``device`` is then the one that the emulator stands for."""
     backward_kernel: str | None = None
-    """The kernel that computes the gradients of q, k, v and an attn_bias that requires one; ``None`` if none can."""
+    """The kernel that computes the gradients of q, k, v, and of an attn_bias or alibi_slopes that require one;
+    ``None`` if none can."""
     backward_reasons: dict[str, str] = field(default_factory=dict)
     """For each of ``flash_wmma.kernels("backward")`` that was not taken: why."""
     tells: bool = False

@@ -234,8 +234,9 @@ def scaled_dot_product_attention(
     """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
 
     Calls that no kernel of this library covers go to torch's own implementation: forward-mode differentiation,
-    ``torch.func``, float64, … So do those for which torch's flash attention is switched off, which these kernels stand
-    for, as within ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. :func:`flash_wmma.explain` names the reason.
+    gradients and dropout under ``torch.func``, float64, … So do those for which torch's flash attention is switched
+    off, which these kernels stand for, as within ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
+    :func:`flash_wmma.explain` names the reason.
     Torch also raises the errors for wrong arguments.
     float32 on a GPU is multiplied as float32, by the kernel ``simt``, while ``torch.get_float32_matmul_precision()`` is
     ``"highest"`` (torch's default), and otherwise by the kernel that ``auto`` takes, which multiplies float16. With

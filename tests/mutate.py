@@ -1,7 +1,7 @@
 """Seeded faults: does a test notice each of them?
 
 python tests/mutate.py                        every fault, two at a time on two cores
-python tests/mutate.py --only vote-one-row    that one, with what the test printed; may be repeated
+python tests/mutate.py --only v3-vote-one-row that one, with what the test printed; may be repeated
 python tests/mutate.py --path csrc/cpu        those in files that begin so
 python tests/mutate.py --sample 10            ten that are known to be caught, others each day
 python tests/mutate.py --list                 their names and places, nothing is run

@@ -154,7 +154,15 @@ def test_who_shares() -> None:
 
 @pytest.mark.parametrize(
     ("first", "rows", "message"),
-    [(-64, 256, "first -64"), (32, 256, "first 32"), (192, 256, "first 192"), (0, 256, "first 0"), (0, 320, "memory")],
+    [
+        (-64, 256, "first -64"),
+        (32, 256, "first 32"),
+        (192, 256, "first 192"),
+        (2**63 - 64, 256, "first 9223372036854775744"),  # behind which int64 begins anew
+        (0, -256, "rows -256"),
+        (0, 256, "first 0"),
+        (0, 320, "memory"),
+    ],
 )
 def test_other_queries_are_refused(first: int, rows: int, message: str) -> None:
     """Those that no group of rows begins with or ends with, and those that are not of the memory."""
