@@ -132,6 +132,7 @@ struct KeyValueCopies<Tile, true> {
     __device__ __forceinline__ static void fetch(const typename Tile::T* row, int line, int columns) {
         if (line * kLine < columns * kBytes) ptx::prefetch_line(row + line * kLine / kBytes);
     }
+
     static constexpr int kLine = kLineBytes, kBytes = static_cast<int>(sizeof(typename Tile::T));  // of an element
 
     const Work<Tile>& work_;
