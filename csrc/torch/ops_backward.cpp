@@ -345,8 +345,9 @@ std::tuple<Tensor, Tensor> backward_add(const Tensor& memory, int64_t first, int
     const Options options = of_band(scale, window_left, window_right, bottom_right, kernel_name);
     SharedCall call(q, k, v, options, forward_kernel);
     check_like_out(dout, q, v);
-    const int64_t queries = q.sizes[2], last = rows - queries;  // the first of the last queries
-    if (rows < 0 || first < 0 || first > last || first % kScaleRows || (queries % kScaleRows && first < last))
+    const int64_t queries = q.sizes[2];
+    if (first < 0 || rows < queries || first > rows - queries || first % kScaleRows ||
+        (queries % kScaleRows && first < rows - queries))
         invalid("first " + std::to_string(first) + ", rows " + std::to_string(rows) +
                 ": the queries begin and end at multiples of " + std::to_string(kScaleRows) +
                 " of the rows, or at their end");
