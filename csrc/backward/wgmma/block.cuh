@@ -141,6 +141,14 @@ constexpr bool takes_parts() {
     return !Tile::kTwoRoles && kPass == Pass::kFused && kProblems != Problems::kPlain;
 }
 
+/// Whether consumers pass over tiles whose queries see none of their keys, though they see others of the block's: in
+/// the pass over own keys, where a tile has no more queries than a consumer has keys, so that a band has such tiles at
+/// its ends. An item's first tile is worked on, since it may set dK and dV.
+template <class Tile, Pass kPass>
+constexpr bool passes_over() {
+    return kPass == Pass::kKeys && Tile::kQueries <= Tile::kGroupKeys;
+}
+
 /// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh). Up to d = 64 the code for it costs
 /// what it gains (docs/tuning/hopper_backward.md), unless items are few and equal: these have an instance of their own.
 template <class Tile, Pass kPass>
@@ -215,6 +223,7 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     else if (together)
         turned = cut_begin || cut_end ? min(nth / heads, tiles - 1) : (last / kStep + block / heads) % tiles;
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
+    if (passes_over<Tile, kPass>() && !together && turned == 0 && tiles > 1) turned = 1;  // not with the band's end
     const int step = down ? -kStep : kStep, from = down ? last : first;
     int begun = 0, left = tiles;  // tiles of a head
     if (kParts && part.split >= 0) {
@@ -243,15 +252,15 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
             part.part == problem.parts.each - 1};
 }
 
-/// How much of a block's keys a tile's queries see. kNone by key ranges alone: between tiles that see some, in a pair,
-/// and in turns.
+/// How much of some keys a tile's queries see. kNone: by key ranges, between tiles that see some, in a pair, and in
+/// turns; or of a consumer's keys, where it passes over such tiles.
 enum class Seen : unsigned char { kAll, kSome, kNone };
 
 /// What the consumers are told of a tile of queries.
 struct TileFacts {
     int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
-    Seen seen;
+    Seen seen[2];  // where consumers pass over tiles: of each one's keys; else [0]: of the block's
 };
 
 /// Words of dQ's buffer from one group of rows to another.

@@ -42,27 +42,46 @@ std::int64_t visible_keys(const ForwardParams& p) {
     };
     return (of_row(0) + 2 * of_row(p.seqlen_q / 2) + of_row(p.seqlen_q - 1)) / 4;
 }
-/// Up to how many keys of a row two products more take no longer than passes over dQ's buffer and additions to it,
-/// where memory is slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores,
-/// of which there are twice as many.
-std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
-    const std::int64_t d = largest_head_dim(p);
-    if (p.forward.key_ranges.data) return 0;
-    if (!includes(Problems::kPacked, problems_of(p, /*converted=*/false))) return d > 64 ? 256 : 0;
-    if (d <= 64) return 400;
-    return d > 96 ? 800 : 590;
-}
-bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
-    if (device.memory_bus <= 0) return false;
-    return visible_keys(p.forward) * device.memory_bus <= most_keys_of_two_passes(p) * kSlowBus;
-}
-
 bool is_dense(const ForwardParams& p) {
     return !p.sequences.cu_seqlens_q && !p.sequences.cu_seqlens_k && !p.sequences.seqused_k;
+}
+/// Without dropout, ranges or what else changes scores: that costs two passes twice.
+bool has_scores_alone(const BackwardParams& p) {
+    return includes(Problems::kPacked, problems_of(p, /*converted=*/false));
+}
+/// Up to how many keys of a row two products more take no longer than passes over dQ's buffer and additions to it,
+/// where memory is slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores,
+/// of which there are twice as many; more under a band, at whose ends consumers pass over tiles.
+std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
+    const std::int64_t d = largest_head_dim(p);
+    const bool banded = p.forward.band.left < kUnbounded || p.forward.band.right < kUnbounded;
+    if (p.forward.key_ranges.data) return 0;
+    if (!has_scores_alone(p)) return d > 64 ? 256 : 0;
+    if (d <= 64) return 335;
+    return d > 96 ? (banded ? 635 : 575) : (banded ? 390 : 365);
+}
+bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
+    return visible_keys(p.forward) * device.memory_bus <= most_keys_of_two_passes(p) * kSlowBus;
 }
 /// Whether all items have all tiles of queries.
 bool has_equal_items(const ForwardParams& p) {
     return p.band.left >= kUnbounded && p.band.right >= kUnbounded && !p.key_ranges.data && is_dense(p);
+}
+
+/// Whether SMs would wait for the longest items, which two passes divide: by their products, of which an item of keys
+/// has five where dQ is a sum, and in two passes four, and one of queries three. In rows times keys; items that take
+/// equally long go in parts instead.
+bool has_few_long_items(const BackwardParams& params, const DeviceFacts& device) {
+    const ForwardParams& p = params.forward;
+    if (has_equal_items(p) || !is_dense(p) || !has_scores_alone(params)) return false;
+    constexpr double kOwn = 128, kGain = 1.1;  // rows of an item; by which two passes have to end earlier
+    const double seen = static_cast<double>(p.band.left + p.band.right) + kOwn;
+    const auto rows = static_cast<double>(p.seqlen_q), keys = static_cast<double>(p.seqlen_k);
+    const double of_keys = kOwn * std::min(rows, seen) * static_cast<double>(p.heads_q / p.heads_k);
+    const double of_queries = kOwn * std::min(keys, seen);
+    const double of_sm = static_cast<double>(visible_keys(p)) * rows * static_cast<double>(p.heads_q * p.batch) /
+                         std::max(device.sm_count, 1);
+    return 5 * std::max(of_keys, of_sm) >= kGain * std::max({4 * of_keys, 3 * of_queries, 7 * of_sm});
 }
 
 /// In how many batches items of deterministic calls come whose blocks take turns in a ring (backward/wgmma/order.cuh).
@@ -106,14 +125,16 @@ bool takes_ordered_turns(const BackwardParams& p, const DeviceFacts& device) {
     return ring_batches(p, device) > 0 || heads_together(p, device) > 0;
 }
 
-/// Up to d = 128, two passes for few keys, and in deterministic calls unless blocks take turns. Above it there is no
+/// Up to d = 128, two passes for few keys, for few long items, and in deterministic calls unless blocks
+/// take turns. Where the memory's bus is not known, in the last alone. Above it there is no
 /// second pass. There blocks take turns at dQ, and write dq, in short sequences: in deterministic calls, which have an
 /// order anyway, and in others if memory is slow. With turns an item has also those tiles whose ranges leave out its
 /// keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
     if (is_shared(p)) return DqBy::kSums;
     if (!is_wide(p)) {
-        const bool passes = has_few_keys(p, device) || (p.deterministic && !takes_ordered_turns(p, device));
+        const bool gains = device.memory_bus > 0 && (has_few_keys(p, device) || has_few_long_items(p, device));
+        const bool passes = gains || (p.deterministic && !takes_ordered_turns(p, device));
         return passes ? DqBy::kQueries : DqBy::kSums;
     }
     if (!p.deterministic && (p.forward.key_ranges.data || !has_slow_memory(device))) return DqBy::kSums;

@@ -59,7 +59,7 @@ template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
     using Asked = Asks<Tile, kProblems, kPass>;
     static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems>();
-    static constexpr bool kComputesDq = kPass != Pass::kKeys;
+    static constexpr bool kComputesDq = kPass != Pass::kKeys, kPassesOver = passes_over<Tile, kPass>();
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
@@ -114,7 +114,10 @@ class Consumer : ConsumerWarp<Tile> {
                 } else {
                     if constexpr (kFirstApart) add_tile<true>(work, places, left-- == 1);
 #pragma unroll 1
-                    for (; left > 0; --left) add_tile<false>(work, places, left == 1);
+                    for (; left > 0; --left) {
+                        if (kPassesOver && next_is_hidden_) pass_over(work, places, left == 1);
+                        else add_tile<false>(work, places, left == 1);
+                    }
                 }
                 tile += static_cast<unsigned>(tiles), late_item = item++;
                 if (!takes_parts<Tile, kProblems, kPass>() || told(work.split) < 0 || join_parts(work))
@@ -183,7 +186,7 @@ class Consumer : ConsumerWarp<Tile> {
         if (!Tile::kLooksAhead) facts_.load_lse(facts_of(tile));
         this->weigh(s_, facts_, changes_.apply(s_, this->scores_place(work, weighed.at)));
         if (Tile::kLooksAhead) facts_.load_delta(facts_of(tile));
-        const Seen seen = weighed.seen = of_tile.seen;
+        const Seen seen = weighed.seen = seen_of(of_tile);
         if constexpr (kComputesDq) weighed.late_rows = move_on(of_tile);
         if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, weighed.at)))
             this->hide(s_, work, of_tile.first_query);
@@ -250,10 +253,31 @@ class Consumer : ConsumerWarp<Tile> {
         tell(smem_.slot[tile % Tile::kStages].empty);
     }
 
+    /// Passes over a tile whose queries see none of the warpgroup's keys. `last` of the item.
+    __device__ __forceinline__ void pass_over(const Item& work, unsigned& places, bool last) {
+        const unsigned tile = places % 64, item = places >> 6 & 3;
+        Slot& slot = smem_.slot[tile % Tile::kStages];
+        ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
+        tell(slot.empty);
+        if (last) {
+            tell(smem_.value_slot[item % Tile::kValueStages].empty);
+            tell(smem_.key_slot[item % Tile::kKeyStages].empty);
+        }
+        place_.take(work);
+        places = places_of(tile + 1, item, item);
+        if (!last) look_at(places % 64);
+    }
+    /// How much a tile's queries see of the keys in question.
+    __device__ __forceinline__ Seen seen_of(const TileFacts& tile) const { return tile.seen[kPassesOver ? group_ : 0]; }
+
     /// Loads L of a tile, where there are registers for it, before the additions to dQ, which keep loads waiting.
     __device__ __forceinline__ void look_at(unsigned tile) {
         await_facts(tile);
         if (Tile::kLooksAhead) facts_.load_lse(facts_of(tile));
+        if constexpr (kPassesOver) {
+            const Seen seen = seen_of(smem_.tile[tile % Tile::kTilesTold]);
+            next_is_hidden_ = uniform(static_cast<int>(seen)) == static_cast<int>(Seen::kNone);
+        }
     }
     __device__ __forceinline__ void await_values(unsigned item) {
         ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
@@ -402,6 +426,7 @@ class Consumer : ConsumerWarp<Tile> {
     typename Asked::Dropout dropout_;
     typename Asked::Changes changes_;
     typename Asked::Facts facts_;
+    bool next_is_hidden_ = false;        // whether the warpgroup passes over the next tile
     float* dq_place_;                    // this lane's place in dQ's buffer
     int late_step_ = 0, late_rows_ = 0;  // of the tile before
 };

@@ -111,9 +111,16 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
         const int before = __shfl_up_sync(kWarpMask, group, 1), last = __shfl_sync(kWarpMask, group, count - 1);
-        if (lane_ < count)
-            smem_.tile[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold] = {
-                group - (own == 0 ? group_before_ : before), at.row, existing, seen(item, at, existing)};
+        if (lane_ < count) {
+            TileFacts tile{group - (own == 0 ? group_before_ : before), at.row, existing, {}};
+            constexpr int kRuns = passes_over<Tile, kPass>() ? Tile::kConsumers : 1, kKeys = Tile::kKeys / kRuns;
+#pragma unroll
+            for (int i = 0; i < kRuns; ++i) {
+                const int first_key = item.first_key + kKeys * i;
+                tile.seen[i] = seen(item, at, existing, first_key, first_key + kKeys - 1);
+            }
+            smem_.tile[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold] = tile;
+        }
         group_before_ = last;
         const unsigned ends = __ballot_sync(kWarpMask, rows < Tile::kQueries);
         const void* const from = facts_from(sequence, at, group);
@@ -159,22 +166,25 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
                 facts.pairs[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
     }
 
-    /// How much of the item's keys a tile's queries see.
-    __device__ __forceinline__ Seen seen(const Item& item, const QueryPlace& at, int existing) const {
-        const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
-        const bool by_band = item.mask.all_visible(at.row, last_query, item.first_key, last_key);
+    /// How much a tile's queries, of which so many exist, see of some of the item's keys.
+    __device__ __forceinline__ Seen seen(const Item& item, const QueryPlace& at, int existing, int first_key,
+                                         int last_key) const {
+        const bool all = item.mask.all_visible(at.row, at.row + Tile::kQueries - 1, first_key, last_key);
         if constexpr (includes(kProblems, Problems::kModified))
-            if (problem_.extents) return seen_by_ranges(item, at, existing, last_key, by_band);
-        return by_band ? Seen::kAll : Seen::kSome;
+            if (problem_.extents) return seen_by_ranges(item, at, existing, first_key, last_key, all);
+        if (all) return Seen::kAll;
+        const bool none =
+            passes_over<Tile, kPass>() && !item.mask.some_visible(at.row, at.row + existing - 1, first_key, last_key);
+        return none ? Seen::kNone : Seen::kSome;
     }
     /// With ranges. `all`: without them the queries see all keys.
-    __device__ __forceinline__ Seen seen_by_ranges(const Item& item, const QueryPlace& at, int existing, int last_key,
-                                                   bool all) const {
+    __device__ __forceinline__ Seen seen_by_ranges(const Item& item, const QueryPlace& at, int existing, int first_key,
+                                                   int last_key, bool all) const {
         const RowGroupMask mask(problem_, item.sequence, at.head);
         bool none = true;
         for (int row = at.row; row < at.row + existing; row += kRowGroup) {
-            all &= mask.all_visible(row, row + kRowGroup - 1, item.first_key, last_key);
-            none &= !mask.some_visible(row, row + kRowGroup - 1, item.first_key, last_key);
+            all &= mask.all_visible(row, row + kRowGroup - 1, first_key, last_key);
+            none &= !mask.some_visible(row, row + kRowGroup - 1, first_key, last_key);
         }
         return all ? Seen::kAll : none ? Seen::kNone : Seen::kSome;
     }

@@ -151,7 +151,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         [[maybe_unused]] KeptTile<true, 16, Tile::kQueries> kept;
         if (dropout_.drops()) kept = dropout_.kept(work, at, this->warp_key());  // beside the products
         ptx::wgmma_wait<1>();
-        const Seen seen = of_tile.seen;
+        const Seen seen = of_tile.seen[0];
         this->weigh(s_, facts_, changes_.apply(s_, this->scores_place(work, at)));
         if constexpr (Tile::kHalvesDout) {  // of which the second comes late
             ptx::wgmma_fence();
@@ -372,7 +372,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 
     /// Whether the tile's queries see none of the item's keys.
     __device__ __forceinline__ bool unseen(unsigned tile) const {
-        return Asked::leaves_out(smem_.tile[tile % Tile::kTilesTold].seen);
+        return Asked::leaves_out(smem_.tile[tile % Tile::kTilesTold].seen[0]);
     }
 
     /// Issues a part of dQ = dS K, or adds that of the other block's keys. k: the part's panel.
