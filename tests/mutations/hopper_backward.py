@@ -552,8 +552,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-all-keys-taken-as-visible",
         path=PRODUCER,
-        old="item.mask.all_visible(at.row, last_query, item.first_key, last_key)",
-        new="item.mask.all_visible(at.row, last_query, item.first_key, item.first_key)",
+        old="item.mask.all_visible(at.row, at.row + Tile::kQueries - 1, first_key, last_key)",
+        new="item.mask.all_visible(at.row, at.row + Tile::kQueries - 1, first_key, first_key)",
         why="the mask is left out of a tile whose first key all queries see",
         kernels=KERNEL,
     ),

@@ -1,4 +1,4 @@
-"""Faults in bwd_sm90's two passes: the one over own queries, the grid of both, and when they are taken."""
+"""Faults in bwd_sm90's two passes: both of them, the grid of both, and when they are taken."""
 
 from __future__ import annotations
 
@@ -18,6 +18,61 @@ RELEASE_OWN_ROWS = "        if (last) tell(smem_.own_slot[group_].empty);\n"
 ADD_TO_DV = "        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], !kBegins);\n"
 
 FAULTS = [
+    # ------------------------------------------------------------------------------------------ two passes: own keys
+    Fault(
+        name="bwd-sm90-passes-over-what-the-other-one-may",
+        path=ONE_ROLE,
+        old="return tile.seen[kPassesOver ? group_ : 0];",
+        new="return tile.seen[kPassesOver ? 1 - group_ : 0];",
+        why="a consumer passes over tiles that see none of the other one's keys",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-passes-over-before-it-comes",
+        path=ONE_ROLE,
+        old="        ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);\n        tell(slot.empty);\n",
+        new="        tell(slot.empty);\n",
+        why="a consumer gives back the place of a tile that it passes over, though the tile before may still be there",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-keeps-keys-of-what-it-passes-over",
+        path=ONE_ROLE,
+        old="        tell(slot.empty);\n        if (last) {\n",
+        new="        tell(slot.empty);\n        if (false) {\n",
+        why="K and V are not given back if a consumer passes over an item's last tile",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-passes-over-and-stays-in-place",
+        path=ONE_ROLE,
+        old="        place_.take(work);\n        places = ",
+        new="        places = ",
+        why="dropout and what changes scores take the next tile for the one that was passed over",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-begins-with-a-tile-it-could-pass-over",
+        path=FOLDER + "block.cuh",
+        old="turned == 0 && tiles > 1) turned = 1;",
+        new="turned == 0 && tiles > 1) turned = 0;",
+        why="an item begins on the diagonal, where it cannot pass over the tile",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-long-items-of-queries-forgotten",
+        path=LAUNCH,
+        old="std::max({4 * of_keys, 3 * of_queries, 7 * of_sm})",
+        new="std::max({4 * of_keys, 7 * of_sm})",
+        why="two passes are taken though an item of queries would last longest",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
     # ------------------------------------------------------------------------------------------ two passes: own queries
     Fault(
         name="bwd-sm90-queries-without-delta",
@@ -307,8 +362,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-two-passes-on-unknown-cards",
         path=LAUNCH,
-        old="if (device.memory_bus <= 0) return false;",
-        new="if (device.memory_bus < 0) return false;",
+        old="const bool gains = device.memory_bus > 0 &&",
+        new="const bool gains = device.memory_bus >= 0 &&",
         why="a card of which nothing is known is taken for one with slow memory",
         kernels=KERNEL,
         tests=("bwd_sm90",),

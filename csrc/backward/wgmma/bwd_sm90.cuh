@@ -28,9 +28,9 @@
 // for it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
 // Blocks may take turns at dQ: turns.cuh. d above 128: two_roles.cuh. Without dQ, which another pass computes
-// (Pass::kKeys): two_passes.cuh. Items that several blocks share: parts.cuh. What changes or hides scores beyond a
-// band, in instances of their own: score_changes.cuh. Rows that are prepared meanwhile, and heads that become dq:
-// prepare_beside.cuh, finish_beside.cuh.
+// (Pass::kKeys): two_passes.cuh; there a consumer passes over tiles that see none of its keys. Items that several
+// blocks share: parts.cuh. What changes or hides scores beyond a band, in instances of their own: score_changes.cuh.
+// Rows that are prepared meanwhile, and heads that become dq: prepare_beside.cuh, finish_beside.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once

@@ -1,6 +1,6 @@
-// bwd_sm90 without additions to dQ, for short sequences, and for deterministic calls whose blocks take no turns: a
-// pass over own keys, which computes dK and dV (bwd_sm90.cuh, Pass::kKeys), and one over own queries, which computes dQ
-// (queries.cuh), in blocks of one grid.
+// bwd_sm90 without additions to dQ, for short sequences, few long items, and deterministic calls whose blocks take no
+// turns: a pass over own keys, which computes dK and dV (bwd_sm90.cuh, Pass::kKeys), and one over own queries, which
+// computes dQ (queries.cuh), in blocks of one grid.
 //
 // Seven products in place of five, but no fp32 buffer of dQ, which is cleared, added to and read again, and no order in
 // which blocks would have to wait for each other: each gradient is written once, by one block.
