@@ -655,7 +655,7 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
         (0, 64, 20, 512, Mask(True), True, "passes"),
         (5120, 96, 20, 365, DENSE, False, "passes"),
         (5120, 96, 20, 366, DENSE, False, "sums"),
-        (5120, 96, 20, 370, Mask(window=(None, 350)), False, "passes"),
+        (5120, 96, 20, 400, Mask(window=(None, 370)), False, "passes"),  # 380 are visible, under a band
         (5120, 128, 20, 575, DENSE, False, "passes"),
         (6016, 128, 20, 575, DENSE, False, "sums"),
         (6016, 128, 20, 489, DENSE, False, "passes"),
@@ -687,10 +687,11 @@ def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, determinis
         (1500, 1500, Mask(True), (4, 4), 64, True),
         (1500, 1500, Mask(True), (4, 4), 32, False),
         (1500, 1500, Mask(window=(700, None)), (1, 1), 32, True),
-        (2500, 2500, Mask(True, (500, 0)), (1, 1), 32, True),
-        (2500, 2500, Mask(True, (500, 0)), (2, 2), 32, False),
+        (2500, 2500, Mask(True, (1200, 0)), (1, 1), 32, True),
+        (2500, 2500, Mask(True, (1200, 0)), (2, 2), 32, False),
         (1500, 1500, DENSE, (1, 1), 32, False),  # in parts
-        (100, 3000, Mask("bottom_right"), (1, 1), 32, False),  # the longest item of queries would have 3,000 keys
+        (100, 3000, Mask("bottom_right"), (1, 1), 64, False),  # the longest item of queries would have 3,000 keys
+        (5000, 2700, Mask("bottom_right"), (1, 1), 14, False),  # 2,300 rows see no key
     ],
 )
 @pytest.mark.parametrize("d", [64, 128])
@@ -715,7 +716,7 @@ def test_few_long_items(
         (128, 384, 256, Mask(True, (127, 0)), 12),  # of 16: the second consumer's keys are hidden in an item's first
     ],
 )
-def test_tiles_are_passed_over(d: int, nq: int, nk: int, mask: Mask, worked_on: int) -> None:
+def test_tiles_are_skipped(d: int, nq: int, nk: int, mask: Mask, worked_on: int) -> None:
     """A consumer of the pass over own keys computes nothing for tiles whose queries see none of its keys."""
 
     def products(case: Case) -> int:
@@ -726,6 +727,32 @@ def test_tiles_are_passed_over(d: int, nq: int, nk: int, mask: Mask, worked_on: 
 
     one = products(Case(64, 64, heads=(1, 1))) / 2  # a tile, of which both consumers work on their first
     assert products(Case(nq, nk, mask, heads=(1, 1))) == worked_on * one
+
+
+def test_no_heads_and_few_long_items() -> None:
+    q = torch.empty(1, 0, 4096, 64, dtype=torch.float16)
+    device = flash_wmma.DeviceFacts(90, 132, 227 * 1024, memory_bus=6016)
+    assert flash_wmma.explain(q, q, q, causal=True, device_facts=device).backward_kernel == "bwd_sm90"
+
+
+@pytest.mark.parametrize("mask", [Mask(True), Mask("bottom_right", (90, 0))], ids=str)
+@pytest.mark.parametrize("d", [96, 128])
+def test_skipped_tiles_with_dropout(d: int, mask: Mask) -> None:
+    """Each later tile's weights are dropped as if none had been skipped."""
+    n, dtype, p = 256, torch.float16, 0.3
+    make = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 2, n, d, generator=make).to(dtype) for _ in range(4))
+    state = torch.tensor([7, 3])
+    out, lse = flash_wmma.forward(q, k, v, dropout_p=p, rng_state=state, return_lse=True, **mask._asdict())
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    exact, _ = attention(*leaves, mask, None, PLAIN, flash_wmma.dropout_mask(state, p, 1, 2, n, n) / (1 - p))
+    expected = torch.autograd.grad((exact * dout.double()).sum(), leaves)
+    options = {"dropout_p": p, "rng_state": state, "kernel_name": "bwd_sm90"}
+    with flash_wmma.emulator.settings(mode="checked", memory_bus=memory_bus(slow=True)), poisoned_memory():
+        *gradients, _ = ops.backward(
+            dout, None, q, k, v, out, lse, None, *band(mask.causal, mask.window), *PLAIN, **options
+        )
+    judge(gradients, expected, dtype, drops=True)
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,11 @@ constexpr bool takes_parts() {
     return !Tile::kTwoRoles && kPass == Pass::kFused && kProblems != Problems::kPlain;
 }
 
-/// Whether consumers pass over tiles whose queries see none of their keys, though they see others of the block's: in
-/// the pass over own keys, where a tile has no more queries than a consumer has keys, so that a band has such tiles at
-/// its ends. An item's first tile is worked on, since it may set dK and dV.
+/// Whether consumers skip tiles whose queries see none of their keys, though they see others of the block's: where
+/// another pass computes dQ, and a tile has no more queries than a consumer has keys, so that a band has such tiles at
+/// its ends. An item's first tile is not skipped if it has code of its own, which sets dK and dV.
 template <class Tile, Pass kPass>
-constexpr bool passes_over() {
+constexpr bool skips_hidden_tiles() {
     return kPass == Pass::kKeys && Tile::kQueries <= Tile::kGroupKeys;
 }
 
@@ -223,7 +223,8 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     else if (together)
         turned = cut_begin || cut_end ? min(nth / heads, tiles - 1) : (last / kStep + block / heads) % tiles;
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
-    if (passes_over<Tile, kPass>() && !together && turned == 0 && tiles > 1) turned = 1;  // not with the band's end
+    // Not with a tile that could be skipped, at the band's right end
+    if (skips_hidden_tiles<Tile, kPass>() && !together && turned == 0 && tiles > 1) turned = 1;
     const int step = down ? -kStep : kStep, from = down ? last : first;
     int begun = 0, left = tiles;  // tiles of a head
     if (kParts && part.split >= 0) {
@@ -253,14 +254,14 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
 }
 
 /// How much of some keys a tile's queries see. kNone: by key ranges, between tiles that see some, in a pair, and in
-/// turns; or of a consumer's keys, where it passes over such tiles.
+/// turns; or of a consumer's keys, where it skips such tiles.
 enum class Seen : unsigned char { kAll, kSome, kNone };
 
 /// What the consumers are told of a tile of queries.
 struct TileFacts {
     int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
-    Seen seen[2];  // where consumers pass over tiles: of each one's keys; else [0]: of the block's
+    Seen seen[2];  // where consumers skip tiles: of each one's keys; else [0]: of the block's
 };
 
 /// Words of dQ's buffer from one group of rows to another.

@@ -49,18 +49,20 @@ bool is_dense(const ForwardParams& p) {
 bool has_scores_alone(const BackwardParams& p) {
     return includes(Problems::kPacked, problems_of(p, /*converted=*/false));
 }
-/// Up to how many keys of a row two products more take no longer than passes over dQ's buffer and additions to it,
-/// where memory is slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores,
-/// of which there are twice as many; more under a band, at whose ends consumers pass over tiles.
+/// Up to how many keys of a row two products more take no longer than dQ's buffer and additions to it, where memory is
+/// slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores, of which there are
+/// twice as many; more under a band, at whose ends tiles are skipped.
 std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
     const std::int64_t d = largest_head_dim(p);
     const bool banded = p.forward.band.left < kUnbounded || p.forward.band.right < kUnbounded;
     if (p.forward.key_ranges.data) return 0;
     if (!has_scores_alone(p)) return d > 64 ? 256 : 0;
     if (d <= 64) return 335;
-    return d > 96 ? (banded ? 635 : 575) : (banded ? 390 : 365);
+    if (d <= 96) return banded ? 390 : 365;
+    return banded ? 635 : 575;
 }
 bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
+    if (device.memory_bus <= 0) return false;
     return visible_keys(p.forward) * device.memory_bus <= most_keys_of_two_passes(p) * kSlowBus;
 }
 /// Whether all items have all tiles of queries.
@@ -73,14 +75,17 @@ bool has_equal_items(const ForwardParams& p) {
 /// equally long go in parts instead.
 bool has_few_long_items(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    if (has_equal_items(p) || !is_dense(p) || !has_scores_alone(params)) return false;
+    if (device.memory_bus <= 0 || has_equal_items(p) || !is_dense(p) || !has_scores_alone(params)) return false;
     constexpr double kOwn = 128, kGain = 1.1;  // rows of an item; by which two passes have to end earlier
-    const double seen = static_cast<double>(p.band.left + p.band.right) + kOwn;
-    const auto rows = static_cast<double>(p.seqlen_q), keys = static_cast<double>(p.seqlen_k);
-    const double of_keys = kOwn * std::min(rows, seen) * static_cast<double>(p.heads_q / p.heads_k);
-    const double of_queries = kOwn * std::min(keys, seen);
-    const double of_sm = static_cast<double>(visible_keys(p)) * rows * static_cast<double>(p.heads_q * p.batch) /
-                         std::max(device.sm_count, 1);
+    const auto left = static_cast<double>(p.band.left), right = static_cast<double>(p.band.right),
+               rows = static_cast<double>(p.seqlen_q), keys = static_cast<double>(p.seqlen_k),
+               heads = static_cast<double>(p.heads_q * p.batch),
+               group = static_cast<double>(p.heads_q) / static_cast<double>(std::max<std::int64_t>(p.heads_k, 1));
+    const double offset = p.band.bottom_right ? keys - rows : 0;
+    const double seeing = std::min(rows, keys - offset + left) - std::max(0., -offset - right);  // rows that see a key
+    const double of_keys = kOwn * std::min(seeing, left + right + kOwn) * group,
+                 of_queries = kOwn * std::min(keys, left + right + kOwn);
+    const double of_sm = static_cast<double>(visible_keys(p)) * rows * heads / std::max(device.sm_count, 1);
     return 5 * std::max(of_keys, of_sm) >= kGain * std::max({4 * of_keys, 3 * of_queries, 7 * of_sm});
 }
 
@@ -125,16 +130,15 @@ bool takes_ordered_turns(const BackwardParams& p, const DeviceFacts& device) {
     return ring_batches(p, device) > 0 || heads_together(p, device) > 0;
 }
 
-/// Up to d = 128, two passes for few keys, for few long items, and in deterministic calls unless blocks
-/// take turns. Where the memory's bus is not known, in the last alone. Above it there is no
-/// second pass. There blocks take turns at dQ, and write dq, in short sequences: in deterministic calls, which have an
-/// order anyway, and in others if memory is slow. With turns an item has also those tiles whose ranges leave out its
-/// keys.
+/// Up to d = 128, two passes for few keys and for few long items, if the memory's bus is known, and in deterministic
+/// calls unless blocks take turns. Above d = 128 there is no second pass. There blocks take turns at dQ, and write dq,
+/// in short sequences: in deterministic calls, which have an order anyway, and in others if memory is slow. With turns
+/// an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
     if (is_shared(p)) return DqBy::kSums;
     if (!is_wide(p)) {
-        const bool gains = device.memory_bus > 0 && (has_few_keys(p, device) || has_few_long_items(p, device));
-        const bool passes = gains || (p.deterministic && !takes_ordered_turns(p, device));
+        const bool passes = has_few_keys(p, device) || has_few_long_items(p, device) ||
+                            (p.deterministic && !takes_ordered_turns(p, device));
         return passes ? DqBy::kQueries : DqBy::kSums;
     }
     if (!p.deterministic && (p.forward.key_ranges.data || !has_slow_memory(device))) return DqBy::kSums;

@@ -28,7 +28,7 @@
 // for it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
 // Blocks may take turns at dQ: turns.cuh. d above 128: two_roles.cuh. Without dQ, which another pass computes
-// (Pass::kKeys): two_passes.cuh; there a consumer passes over tiles that see none of its keys. Items that several
+// (Pass::kKeys): two_passes.cuh; there a consumer skips tiles that see none of its keys. Items that several
 // blocks share: parts.cuh. What changes or hides scores beyond a band, in instances of their own: score_changes.cuh.
 // Rows that are prepared meanwhile, and heads that become dq: prepare_beside.cuh, finish_beside.cuh.
 //
@@ -59,7 +59,7 @@ template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
     using Asked = Asks<Tile, kProblems, kPass>;
     static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems>();
-    static constexpr bool kComputesDq = kPass != Pass::kKeys, kPassesOver = passes_over<Tile, kPass>();
+    static constexpr bool kComputesDq = kPass != Pass::kKeys, kSkips = skips_hidden_tiles<Tile, kPass>();
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
@@ -115,7 +115,7 @@ class Consumer : ConsumerWarp<Tile> {
                     if constexpr (kFirstApart) add_tile<true>(work, places, left-- == 1);
 #pragma unroll 1
                     for (; left > 0; --left) {
-                        if (kPassesOver && next_is_hidden_) pass_over(work, places, left == 1);
+                        if (kSkips && next_is_hidden_) skip_tile(work, places, left == 1);
                         else add_tile<false>(work, places, left == 1);
                     }
                 }
@@ -253,8 +253,8 @@ class Consumer : ConsumerWarp<Tile> {
         tell(smem_.slot[tile % Tile::kStages].empty);
     }
 
-    /// Passes over a tile whose queries see none of the warpgroup's keys. `last` of the item.
-    __device__ __forceinline__ void pass_over(const Item& work, unsigned& places, bool last) {
+    /// Skips a tile whose queries see none of the warpgroup's keys. `last` of the item.
+    __device__ __forceinline__ void skip_tile(const Item& work, unsigned& places, bool last) {
         const unsigned tile = places % 64, item = places >> 6 & 3;
         Slot& slot = smem_.slot[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
@@ -268,13 +268,13 @@ class Consumer : ConsumerWarp<Tile> {
         if (!last) look_at(places % 64);
     }
     /// How much a tile's queries see of the keys in question.
-    __device__ __forceinline__ Seen seen_of(const TileFacts& tile) const { return tile.seen[kPassesOver ? group_ : 0]; }
+    __device__ __forceinline__ Seen seen_of(const TileFacts& tile) const { return tile.seen[kSkips ? group_ : 0]; }
 
     /// Loads L of a tile, where there are registers for it, before the additions to dQ, which keep loads waiting.
     __device__ __forceinline__ void look_at(unsigned tile) {
         await_facts(tile);
         if (Tile::kLooksAhead) facts_.load_lse(facts_of(tile));
-        if constexpr (kPassesOver) {
+        if constexpr (kSkips) {
             const Seen seen = seen_of(smem_.tile[tile % Tile::kTilesTold]);
             next_is_hidden_ = uniform(static_cast<int>(seen)) == static_cast<int>(Seen::kNone);
         }
@@ -426,7 +426,7 @@ class Consumer : ConsumerWarp<Tile> {
     typename Asked::Dropout dropout_;
     typename Asked::Changes changes_;
     typename Asked::Facts facts_;
-    bool next_is_hidden_ = false;        // whether the warpgroup passes over the next tile
+    bool next_is_hidden_ = false;        // whether the warpgroup skips the next tile
     float* dq_place_;                    // this lane's place in dQ's buffer
     int late_step_ = 0, late_rows_ = 0;  // of the tile before
 };

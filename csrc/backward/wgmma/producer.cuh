@@ -113,9 +113,10 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         const int before = __shfl_up_sync(kWarpMask, group, 1), last = __shfl_sync(kWarpMask, group, count - 1);
         if (lane_ < count) {
             TileFacts tile{group - (own == 0 ? group_before_ : before), at.row, existing, {}};
-            constexpr int kRuns = passes_over<Tile, kPass>() ? Tile::kConsumers : 1, kKeys = Tile::kKeys / kRuns;
+            constexpr int kShares = skips_hidden_tiles<Tile, kPass>() ? Tile::kConsumers : 1,
+                          kKeys = Tile::kKeys / kShares;
 #pragma unroll
-            for (int i = 0; i < kRuns; ++i) {
+            for (int i = 0; i < kShares; ++i) {
                 const int first_key = item.first_key + kKeys * i;
                 tile.seen[i] = seen(item, at, existing, first_key, first_key + kKeys - 1);
             }
@@ -173,8 +174,8 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         if constexpr (includes(kProblems, Problems::kModified))
             if (problem_.extents) return seen_by_ranges(item, at, existing, first_key, last_key, all);
         if (all) return Seen::kAll;
-        const bool none =
-            passes_over<Tile, kPass>() && !item.mask.some_visible(at.row, at.row + existing - 1, first_key, last_key);
+        const bool none = skips_hidden_tiles<Tile, kPass>() &&
+                          !item.mask.some_visible(at.row, at.row + existing - 1, first_key, last_key);
         return none ? Seen::kNone : Seen::kSome;
     }
     /// With ranges. `all`: without them the queries see all keys.
