@@ -656,6 +656,7 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
         (5120, 96, 20, 365, DENSE, False, "passes"),
         (5120, 96, 20, 366, DENSE, False, "sums"),
         (5120, 96, 20, 400, Mask(window=(None, 370)), False, "passes"),  # 380 are visible, under a band
+        (5120, 96, 20, 380, Mask(window=(370, None)), False, "passes"),
         (5120, 128, 20, 575, DENSE, False, "passes"),
         (6016, 128, 20, 575, DENSE, False, "sums"),
         (6016, 128, 20, 489, DENSE, False, "passes"),

@@ -50,8 +50,8 @@ bool has_scores_alone(const BackwardParams& p) {
     return includes(Problems::kPacked, problems_of(p, /*converted=*/false));
 }
 /// Up to how many keys of a row two products more take no longer than dQ's buffer and additions to it, where memory is
-/// slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores, of which there are
-/// twice as many; more under a band, at whose ends tiles are skipped.
+/// slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores, of which there
+/// are twice as many; more under a band, at whose ends tiles are skipped.
 std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
     const std::int64_t d = largest_head_dim(p);
     const bool banded = p.forward.band.left < kUnbounded || p.forward.band.right < kUnbounded;
