@@ -679,45 +679,54 @@ def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, determinis
     assert any("two_passes" in name for name in names) == (way == "passes")
 
 
+CAUSAL = Case(1500, 1500, Mask(True), (1, 1))
+"""Of 12 items, the longest of which has 1,500 rows."""
+
+
 @pytest.mark.parametrize(
-    ("nq", "nk", "mask", "heads", "sm_count", "passes"),
+    ("case", "sm_count", "passes"),
     [
-        (1500, 1500, Mask(True), (1, 1), 32, True),  # the longest of 12 items has 1,500 rows
-        (1500, 1500, Mask(True), (1, 1), 8, False),  # an SM's share of all is more
-        (1500, 1500, Mask(True), (4, 1), 64, True),
-        (1500, 1500, Mask(True), (4, 4), 64, True),
-        (1500, 1500, Mask(True), (4, 4), 32, False),
-        (1500, 1500, Mask(window=(700, None)), (1, 1), 32, True),
-        (2500, 2500, Mask(True, (1200, 0)), (1, 1), 32, True),
-        (2500, 2500, Mask(True, (1200, 0)), (2, 2), 32, False),
-        (1500, 1500, DENSE, (1, 1), 32, False),  # in parts
-        (100, 3000, Mask("bottom_right"), (1, 1), 64, False),  # the longest item of queries would have 3,000 keys
-        (5000, 2700, Mask("bottom_right"), (1, 1), 14, False),  # 2,300 rows see no key
+        (CAUSAL, 32, True),
+        (CAUSAL, 9, False),  # an SM's share of all is nearly as much
+        (CAUSAL._replace(batch=4), 32, False),
+        (CAUSAL._replace(heads=(4, 1)), 32, True),
+        (CAUSAL._replace(heads=(4, 4)), 64, True),
+        (CAUSAL._replace(heads=(4, 4)), 32, False),
+        (CAUSAL._replace(mask=Mask(window=(700, None))), 32, True),
+        (Case(2500, 2500, Mask(True, (1200, 0)), (1, 1)), 32, True),
+        (Case(2500, 2500, Mask(True, (1200, 0)), (2, 2)), 32, False),
+        (CAUSAL._replace(mask=DENSE), 32, False),  # in parts
+        (Case(100, 3000, Mask("bottom_right"), (1, 1)), 64, False),  # the longest item of queries would have 3,000 keys
+        (Case(5000, 2700, Mask("bottom_right"), (1, 1)), 14, False),  # 2,300 rows see no key
     ],
 )
 @pytest.mark.parametrize("d", [64, 128])
-def test_few_long_items(
-    d: int, nq: int, nk: int, mask: Mask, heads: tuple[int, int], sm_count: int, passes: bool
-) -> None:
+def test_few_long_items(d: int, case: Case, sm_count: int, passes: bool) -> None:
     """By two passes too, if items are of different lengths and most SMs would wait for the longest."""
-    case = Case(nq, nk, mask, heads)
     assert has_grid("two_passes", case, d, sm_count, slow=True) == passes
     assert not has_grid("two_passes", case, d, sm_count)  # nothing is known of the memory
 
 
+def test_few_long_items_with_changed_scores() -> None:
+    case = CAUSAL._replace(heads=(2, 2))
+    names = launches(case, 64, change_of("ALiBi", 1500, 1500), sm_count=64, memory_bus=memory_bus(slow=True))
+    assert not any("two_passes" in name for name in names)
+
+
 @pytest.mark.parametrize(
-    ("d", "nq", "nk", "mask", "worked_on"),
+    ("d", "case", "worked_on"),
     [
-        (128, 256, 256, DENSE, 16),
-        (128, 256, 256, Mask(True), 10),  # of 12, two of which see none of the second consumer's keys
-        (96, 256, 256, Mask(True), 10),
-        (64, 256, 256, Mask(True), 6),  # a tile has 128 queries
-        (128, 192, 192, DENSE, 10),  # the last 64 keys do not exist: but for the first tile
-        (128, 192, 192, Mask(True), 7),
-        (128, 384, 256, Mask(True, (127, 0)), 12),  # of 16: the second consumer's keys are hidden in an item's first
+        (128, Case(256, 256, heads=(1, 1)), 16),
+        (128, Case(256, 256, Mask(True), (1, 1)), 10),  # of 12, two of which see none of the second consumer's keys
+        (128, Case(256, 256, Mask(True), (2, 1)), 21),  # a head after the other: one begins the last item
+        (96, Case(256, 256, Mask(True), (1, 1)), 10),
+        (64, Case(256, 256, Mask(True), (1, 1)), 6),  # a tile has 128 queries
+        (128, Case(192, 192, heads=(1, 1)), 10),  # the last 64 keys do not exist: but for the first tile
+        (128, Case(192, 192, Mask(True), (1, 1)), 7),
+        (128, Case(384, 256, Mask(True, (127, 0)), (1, 1)), 12),  # of 16: each consumer has hidden ones
     ],
 )
-def test_tiles_are_skipped(d: int, nq: int, nk: int, mask: Mask, worked_on: int) -> None:
+def test_tiles_are_skipped(d: int, case: Case, worked_on: int) -> None:
     """A consumer of the pass over own keys computes nothing for tiles whose queries see none of its keys."""
 
     def products(case: Case) -> int:
@@ -727,7 +736,13 @@ def test_tiles_are_skipped(d: int, nq: int, nk: int, mask: Mask, worked_on: int)
         return sum(count["instructions"] for count in counts if "wgmma/consumer.cuh" in count["line"])
 
     one = products(Case(64, 64, heads=(1, 1))) / 2  # a tile, of which both consumers work on their first
-    assert products(Case(nq, nk, mask, heads=(1, 1))) == worked_on * one
+    assert products(case) == worked_on * one
+
+
+@pytest.mark.parametrize("d", [96, 128])
+def test_items_of_one_tile(d: int) -> None:
+    """They have no second tile to begin with."""
+    check(Case(50, 200, heads=(2, 2)), d, slow=True)
 
 
 def test_no_heads_and_few_long_items() -> None:
