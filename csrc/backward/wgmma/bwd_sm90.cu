@@ -86,7 +86,7 @@ bool has_few_long_items(const BackwardParams& params, const DeviceFacts& device)
     const double of_keys = kOwn * std::min(seeing, left + right + kOwn) * group,
                  of_queries = kOwn * std::min(keys, left + right + kOwn);
     const double of_sm = static_cast<double>(visible_keys(p)) * rows * heads / std::max(device.sm_count, 1);
-    return 5 * std::max(of_keys, of_sm) >= kGain * std::max({4 * of_keys, 3 * of_queries, 7 * of_sm});
+    return 5 * of_keys >= kGain * std::max({4 * of_keys, 3 * of_queries, 7 * of_sm});
 }
 
 /// In how many batches items of deterministic calls come whose blocks take turns in a ring (backward/wgmma/order.cuh).
