@@ -91,8 +91,8 @@ FAULTS = [
     Fault(
         name="wgmma-q-not-awaited",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="            if (more) {\n                await_q();\n                await_k();\n",
-        new="            if (more) {\n                await_k();\n",
+        old="q_.advance();\n                await_q();\n                await_k();\n",
+        new="q_.advance();\n                await_k();\n",
         why="the second Q tile of a block is multiplied before it is there",
         kernels=WGMMA,
     ),

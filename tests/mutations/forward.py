@@ -125,6 +125,71 @@ FAULTS = [
         kernels=WGMMA,
         tests=MERGED,
     ),
+    # --------------------------------------------------------------------------------- wgmma_sm90: O by the copy engine
+    Fault(
+        name="wgmma-staged-o-without-fence",
+        path="csrc/forward/wgmma/output.cuh",
+        old="    ptx::fence_proxy_async();\n    __syncwarp();\n    if (lane == 0 && first_query",
+        new="    __syncwarp();\n    if (lane == 0 && first_query",
+        why="the copy engine may not see the rows of O that it stores",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-staged-o-without-syncwarp",
+        path="csrc/forward/wgmma/output.cuh",
+        old="    ptx::fence_proxy_async();\n    __syncwarp();\n    if (lane == 0 && first_query",
+        new="    ptx::fence_proxy_async();\n    if (lane == 0 && first_query",
+        why="lane 0 asks for the store of rows that other lanes still write",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-staged-o-not-waited-for",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="            ptx::store_wait_read<0>();\n            ptx::barrier_arrive(",
+        new="            ptx::barrier_arrive(",
+        why="the next Q overwrites O before it has been read",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-ends-while-staged-o-is-read",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="        if (kStagesRows && lane_ == 0) ptx::store_wait_read<0>();\n",
+        new="",
+        why="the block ends while its last rows of O are read from its shared memory",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-staged-o-over-next-q",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="return smem_.q[q_.stage ^ 1][group_];",
+        new="return smem_.q[q_.stage][group_];",
+        why="O overwrites the next rows' Q",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-staged-o-of-the-next-sequence",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="return kStagesRows && rows.first_query + Tile::kWarpRows <= rows.sequence.seqlen_q;",
+        new="return kStagesRows && rows.first_query < rows.sequence.seqlen_q;",
+        why="rows behind a packed sequence are overwritten",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-staged-o-of-rows-without-keys",
+        path="csrc/forward/wgmma/output.cuh",
+        old="return end[i].none ? 0 : packed<T>(",
+        new="return packed<T>(",
+        why="rows that see no key get NaN",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-staged-o-batch-of-packed",
+        path="csrc/forward/wgmma/output.cuh",
+        old="const int batch = p.sequences.cu_seqlens_q ? 0 : sequence.index;",
+        new="const int batch = sequence.index;",
+        why="packed sequences behind the first are not stored",
+        kernels=WGMMA,
+    ),
     Fault(
         name="wgmma-again-without-softcap",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
@@ -208,21 +273,8 @@ FAULTS = [
     Fault(
         name="wgmma-last-wait",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="""\
-        }
-        ptx::wgmma_wait<0>();
-    }
-
-  private:
-    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    static constexpr bool kModified""",
-        new="""\
-        }
-    }
-
-  private:
-    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    static constexpr bool kModified""",
+        old="        }\n        ptx::wgmma_wait<0>();\n        if (kStagesRows",
+        new="        }\n        if (kStagesRows",
         why="a warp ends with a product under way",
         kernels=WGMMA,
     ),

@@ -30,7 +30,7 @@ struct TileShape {
     bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
     bool folds_facts = false;   ///< L and D into the products, in plain problems (query_facts.cuh)
     int tiles_told = 64;        ///< places for TileFacts: 64, or 8 where shared memory is short
-    bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
+    bool stages_rows = false;   ///< dK and dV leave through shared memory (device/staged_rows.cuh)
     bool ring = false;          ///< blocks take turns at dQ, in a ring or on stairs (turns.cuh)
     bool counts_items = false;  ///< whose dQ has been added (finish_beside.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
@@ -353,7 +353,7 @@ struct SharedTiles {
     // Of two roles: P
     [[no_unique_address]] std::conditional_t<Tile::kTwoRoles, Transposed[Tile::kDsStages], Nothing> p;
     [[no_unique_address]] std::conditional_t<Tile::kPaired, PairMemory<Tile, Transposed>, Nothing> pair;
-    /// For dK and dV on their way out, as one panel; their other panel is a place of dS (staged_rows.cuh).
+    /// For dK and dV on their way out, as one panel; their other panel is a place of dS.
     struct alignas(1024) Staged {
         T panel[Tile::kKeys * 64];
     };

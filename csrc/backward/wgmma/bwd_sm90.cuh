@@ -11,7 +11,7 @@
 // of these (copies.cuh); a fourth may count items whose dQ has been added (finish_beside.cuh). Each of two consumer
 // warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the
 // accumulators to the first operand of dV and dK in registers. dS also goes to shared memory, for dQ. dK and dV leave
-// through shared memory, while the next item begins (staged_rows.cuh).
+// through shared memory, while the next item begins (stage).
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
 // consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
@@ -47,8 +47,8 @@
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
-#include "backward/wgmma/staged_rows.cuh"
 #include "backward/wgmma/turns.cuh"
+#include "device/staged_rows.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -367,7 +367,9 @@ class Consumer : ConsumerWarp<Tile> {
         Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * this->template unscaled<kDrops>());
         Base::store(problem_.dv, keys, p.head_dim_v, dv_, this->template unscaled<kDrops>());
     }
-    /// The same by the copy engine (staged_rows.cuh).
+    /// The same by the copy engine, by two panels at a time, dV before dK. One panel is the place of dS that the next
+    /// item's first tile will need, which both consumers have read; the other one lies there too, if a tile of dS has
+    /// two panels, or is for these rows alone. Without dQ there is no dS, and its place is for these rows.
     __device__ __forceinline__ void stage(const KeyTile& keys, unsigned next) const {
         const ForwardParams& p = problem_.forward;
         const int first = this->warp_key();
@@ -385,8 +387,9 @@ class Consumer : ConsumerWarp<Tile> {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const bool values = i + j < Tile::kPanels;
-                stage_rows(panel[j], first, values ? dv_ : dk_, 64 * ((i + j) % Tile::kPanels),
-                           (values ? 1.f : p.scale) * this->template unscaled<kDrops>(), lane_);
+                const float factor = (values ? 1.f : p.scale) * this->template unscaled<kDrops>();
+                stage_rows(panel[j], first, values ? dv_ : dk_, 64 * ((i + j) % Tile::kPanels), lane_,
+                           [&](int, float x, float y) { return packed<T>(x * factor, y * factor); });
             }
             ptx::fence_proxy_async();
             __syncwarp();

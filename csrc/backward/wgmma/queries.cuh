@@ -28,12 +28,12 @@
 #include "backward/wgmma/products.cuh"
 #include "backward/wgmma/score_changes.cuh"
 #include "backward/wgmma/shapes.h"
-#include "backward/wgmma/staged_rows.cuh"
 #include "backward/wgmma/store_rows.cuh"
 #include "device/backward_scores.cuh"
 #include "device/dropout_tile.cuh"
 #include "device/nothing.cuh"
 #include "device/pipeline.cuh"
+#include "device/staged_rows.cuh"
 #include "device/streamed_range.cuh"
 
 namespace flash_wmma::backward::wgmma {
@@ -350,7 +350,8 @@ class QueriesConsumer {
         await_stores();
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i)
-            stage_rows(smem_.dq.panel[i], warp_row_, dq_, 64 * i, factor, place_.lane);
+            stage_rows(smem_.dq.panel[i], warp_row_, dq_, 64 * i, place_.lane,
+                       [&](int, float x, float y) { return packed<T>(x * factor, y * factor); });
         ptx::fence_proxy_async();
         __syncwarp();
         if (place_.lane > 0 || rows <= 0) return;

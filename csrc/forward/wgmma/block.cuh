@@ -83,6 +83,13 @@ template <class Tile, Problems kProblems>
 inline constexpr bool kTakesParts =
     Tile::kSplits && (kProblems == Problems::kPlain || kTells<kProblems> || kMerges<kProblems>);
 
+/// Whether O leaves through shared memory, from the place of its rows' Q (device/staged_rows.cuh): the next rows need
+/// another place for their Q. Four consumers with ALiBi measured slower so.
+template <class Tile, Problems kProblems>
+inline constexpr bool kStagesO =
+    Tile::kQStages == 2 && Tile::kDv == Tile::kD && !kMerges<kProblems> && !includes(kProblems, Problems::kConverted) &&
+    !(kProblems == Problems::kSloped && Tile::kConsumers == 4);
+
 /// K tiles [first, end).
 struct Range {
     int first, end;
@@ -165,9 +172,9 @@ struct SharedMemory : BiasTiles<Tile> {
     ptx::Barrier patch;  // of a tile that the producer completes itself
 };
 
-/// Where q, k and v lie, for the copy engine, and the bias, if its tiles come with K's.
+/// Where q, k and v lie, for the copy engine, the bias, if its tiles come with K's, and o, if its rows are staged.
 struct Maps {
-    TensorMap q, k, v, bias;
+    TensorMap q, k, v, bias, o;
 };
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -9,6 +9,7 @@
 #include "device/lagged_softmax.cuh"
 #include "device/quad.cuh"
 #include "device/sink.cuh"
+#include "device/staged_rows.cuh"
 #include "forward/wgmma/block.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
@@ -100,28 +101,75 @@ __device__ __forceinline__ void arrange_row(int i, RegisterTile<16, Columns>& o,
     }
 }
 
+/// The end of row i of a warp's rows: stores its LSE if `stores_lse`. Returns what O is multiplied by, with the head's
+/// sink, and whether the row saw no key.
+struct RowEnd {
+    float factor;
+    bool none;
+};
+template <bool kMerged>
+__device__ __forceinline__ RowEnd end_row(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
+                                          int i, const LaggedSoftmax<16>& softmax, int lane, bool stores_lse) {
+    float sum = over_quad(softmax.l[i], [](float x, float y) { return x + y; }), m = softmax.m[i];
+    const bool none = sum == 0.f;
+    const float rescale = take_sink(p, head, m, sum), inverse = rescale * ptx::rcp(sum);
+    const int query = first_query + lane / 4 + 8 * i;
+    if (lane % 4 == 0 && query < sequence.seqlen_q && stores_lse)
+        p.lse[kMerged ? merged_index(p, sequence, head, query) : lse_index(p, sequence, head, query)] =
+            sum == 0.f ? -INFINITY : (m + ptx::lg2(sum)) * kLn2;
+    return {inverse, none};
+}
+
 /// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. O is multiplied
 /// by `factor`. kMerged: o may be of float32, and the LSE has any strides.
 template <class T, bool SwapsOnce, bool kMerged = false, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,
                                            const LaggedSoftmax<16>& softmax, int lane, float factor = 1.f) {
-    softmax.l.each([&](int i, float l) {
-        float sum = over_quad(l, [](float x, float y) { return x + y; }), m = softmax.m[i];
-        const bool none = sum == 0.f;  // the row saw no key
-        const float rescale = take_sink(p, head, m, sum), inverse = rescale * ptx::rcp(sum);
+    softmax.l.each([&](int i, float) {
+        const auto [inverse, none] =
+            end_row<kMerged>(p, sequence, head, first_query, i, softmax, lane, /*stores_lse=*/column == 0);
         const int query = first_query + lane / 4 + 8 * i;
-        const bool inside = query < sequence.seqlen_q;
-        if (lane % 4 == 0 && inside && column == 0)
-            p.lse[kMerged ? merged_index(p, sequence, head, query) : lse_index(p, sequence, head, query)] =
-                sum == 0.f ? -INFINITY : (m + ptx::lg2(sum)) * kLn2;
-        const auto store = [&](auto* out) {
+        const auto store = [&, inverse = inverse, none = none](auto* out) {
+            const bool inside = query < sequence.seqlen_q;
             store_row<SwapsOnce>(out, i, o, inverse, factor, none, inside, column, p.head_dim_v, lane);
         };
         if constexpr (kMerged)
             if (p.out_dtype == DType::kFloat32) return store(row_of<float>(p.o, sequence.index, head, query));
         store(row_of<T>(p.o, sequence.index, head, sequence.first_q + query));
     });
+}
+
+/// The same through the rows from `first_row` on of panels that no other warp uses. The copy engine reads them until
+/// lane 0 has waited for its stores. `map` has boxes of 16 rows; the engine does not see where a packed sequence ends.
+template <class T, int Count, int Panels, int Columns>
+__device__ __forceinline__ void stage_output(const ForwardParams& p, const TensorMap& map, T (&panel)[Panels][Count],
+                                             int first_row, const Sequence& sequence, int head, int first_query,
+                                             const RegisterTile<16, Columns>& o, const LaggedSoftmax<16>& softmax,
+                                             int lane, float factor) {
+    RowEnd end[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        end[i] = end_row<false>(p, sequence, head, first_query, i, softmax, lane, /*stores_lse=*/true);
+        end[i].factor *= factor;
+    }
+    const int here = ptx::opaque(lane);  // or what comes from it is kept through the loop over tiles
+#pragma unroll
+    for (int j = 0; j < Panels; ++j)
+        stage_rows(panel[j], first_row, o, 64 * j, here, [&](int i, float x, float y) {
+            return end[i].none ? 0 : packed<T>(x * end[i].factor, y * end[i].factor);
+        });
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0 && first_query < sequence.seqlen_q) {
+        const int batch = p.sequences.cu_seqlens_q ? 0 : sequence.index;
+#pragma unroll
+        for (int i = 0; i < Panels; ++i)
+            if (64 * i < p.head_dim_v)
+                ptx::tensor_store(&map, panel[i] + 64 * first_row,
+                                  {64 * i, sequence.first_q + first_query, head, batch});
+        ptx::store_commit();
+    }
 }
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -10,7 +10,8 @@
 //
 // Pipeline: a consumer issues S of the next tile before P V of this one, so that the tensor cores work while it makes P
 // of the next. The same holds across Q tiles: blocks are persistent, and the last P V of one Q tile is issued beside
-// the first S of the next, which is under way while O is stored. No index arithmetic comes between: the plan is ready.
+// the first S of the next, which is under way while O is stored: where two Q tiles have a place, by the copy engine,
+// from the place of the rows' own Q. No index arithmetic comes between: the plan is ready.
 // Consumers may be as far apart as the ring is long; two consumers at d = 64 take turns at issuing (named barriers).
 //
 // Lagged maximum (forward/mma/kernel.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
@@ -237,9 +238,10 @@ struct FreeTiles {
 template <class Tile, Problems kProblems>
 class Consumer {
   public:
-    __device__ __forceinline__ Consumer(const ForwardParams& params, const Schedule& schedule,
+    __device__ __forceinline__ Consumer(const ForwardParams& params, const Maps& tensor_maps, const Schedule& schedule,
                                         SharedMemory<Tile>& shared)
         : p_(params),
+          maps_(tensor_maps),
           schedule_(schedule),
           smem_(shared),
           plans_(shared.plans),
@@ -263,7 +265,7 @@ class Consumer {
             // The last product of these rows, then the first of the next ones, beside which O is stored
             take_turn();
             multiply_pv(rows.tiles > 1);
-            release_q();
+            if constexpr (!kStagesRows) release_q();
             // Tiles that only other rows see, these pass over now: the next plan may wait for that
             const bool early = (kMasks || kRanges) && rows.after > 0;
             if (early) {
@@ -292,10 +294,12 @@ class Consumer {
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
             }
             if (more) {
+                if constexpr (kStagesRows) q_.advance();
                 await_q();
                 await_k();
-            } else {
-                q_.stage = k_.stage = 0;  // an unused product: wgmma needs one flow of control
+            } else {  // an unused product: wgmma needs one flow of control
+                if constexpr (!kStagesRows) q_.stage = 0;
+                k_.stage = 0;
             }
             multiply_qk();
             pass_turn();
@@ -309,6 +313,7 @@ class Consumer {
             rows = following;
         }
         ptx::wgmma_wait<0>();
+        if (kStagesRows && lane_ == 0) ptx::store_wait_read<0>();
     }
 
   private:
@@ -319,6 +324,7 @@ class Consumer {
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static constexpr bool kHasRuns = kConverted && Tile::kBc > kScaleRows;  // of keys with exponents of their own
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
+    static constexpr bool kStagesRows = kStagesO<Tile, kProblems>;
     // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or a run of
     // keys
     static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems> && !kHasRuns;
@@ -376,6 +382,18 @@ class Consumer {
     __device__ __forceinline__ void release_q() {
         release(smem_.q_slot[q_.stage][group_]);
         q_.advance();
+    }
+    /// The place from which O leaves: that of its rows' Q, since q_ is at the next rows. If there are none: the other
+    /// place.
+    __device__ __forceinline__ auto& staged() const { return smem_.q[q_.stage ^ 1][group_]; }
+    /// This warp no longer needs the place of the Q before, when the copy engine has read the O in it.
+    __device__ __forceinline__ void release_q_before() {
+        if (lane_ == 0 && has_before_) {
+            ptx::store_wait_read<0>();
+            ptx::barrier_arrive(&smem_.q_slot[q_.stage ^ 1][group_].empty);
+        }
+        __syncwarp();
+        has_before_ = true;
     }
     __device__ __forceinline__ void await_k() { ptx::barrier_wait(&smem_.k_slot[k_.stage].full, k_.parity); }
     __device__ __forceinline__ void await_q() { ptx::barrier_wait(&smem_.q_slot[q_.stage][group_].full, q_.parity); }
@@ -696,6 +714,7 @@ class Consumer {
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
+        if constexpr (kStagesRows) release_q_before();  // not as soon as O is stored: the engine takes its time
         if (!kSetsO) o_.clear();
         softmax_ = {};
         told_ = {};
@@ -799,27 +818,43 @@ class Consumer {
         }
     }
 
+    /// Whether O leaves through shared memory. The copy engine does not see where a packed sequence ends.
+    __device__ __forceinline__ bool leaves_staged(const Rows& rows) const {
+        if (!kPacked || !p_.sequences.cu_seqlens_q) return kStagesRows;
+        return kStagesRows && rows.first_query + Tile::kWarpRows <= rows.sequence.seqlen_q;
+    }
+
     /// Stores O / l and the LSE to global memory, or a part of an item to the workspace.
     __device__ __forceinline__ void finish(const Rows& rows) const {
         const float kept = kDrops && drops() ? kept_scale(p_.dropout) : 1.f;
-        if constexpr (kConverted)
+        if constexpr (kConverted) {
             store_rows<float, false>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
                                      scales_.unit() * kept);
-        else if (rows.part == kWhole)
+        } else if (rows.part != kWhole) {
+            if (rows.first_query < rows.sequence.seqlen_q)
+                give(PartRows<Tile, kProblems>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_,
+                     told_);
+        } else if (leaves_staged(rows)) {
+            if constexpr (kStagesRows)
+                stage_output(p_, maps_.o, staged().panel, Tile::kWarpRows * warp_, rows.sequence, rows.head,
+                             rows.first_query, o_, softmax_, lane_, kept);
+        } else {
             store_rows<T, Tile::kSwapsOnce, kMerges<kProblems>>(p_, rows.sequence, rows.head, rows.first_query, 0, o_,
                                                                 softmax_, lane_, kept);
-        else if (rows.first_query < rows.sequence.seqlen_q)
-            give(PartRows<Tile, kProblems>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_, told_);
+        }
         if (rows.part == kWhole) told_.store(p_, rows.sequence, rows.head, rows.first_query, softmax_, lane_);
+        if constexpr (kStagesRows) __syncwarp();  // before lane 0 gives back the place of Q
     }
 
     const ForwardParams& p_;
+    const Maps& maps_;
     const Schedule& schedule_;
     SharedMemory<Tile>& smem_;
     PlanReader<Tile> plans_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
     RingPlace<Tile::kQStages, /*kHidden=*/true> q_;
+    bool has_before_ = false;  // whether these rows are not the warp's first
 
     std::conditional_t<kRanges, OwnRanges, Nothing> own_ranges_;
 
@@ -878,7 +913,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         await_prepared<Tile>();
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         ptx::wait_for_previous_grids();
-        Consumer<Tile, kProblems>(p, schedule, smem).run();
+        Consumer<Tile, kProblems>(p, maps, schedule, smem).run();
     }
 }
 
@@ -896,10 +931,12 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
-    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
-                    map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
-                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc),
-                    Tile::kBias ? map_bias(p, Tile::kGroupRows) : TensorMap{}};
+    const Maps maps{
+        map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
+        map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
+        map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc),
+        Tile::kBias ? map_bias(p, Tile::kGroupRows) : TensorMap{},
+        kStagesO<Tile, kProblems> ? map_rows(p, p.o, p.head_dim_v, rows_q, p.heads_q, Tile::kWarpRows) : TensorMap{}};
     const Schedule schedule = make_schedule(p, device, shape);
     const int blocks = std::min(schedule.items, multiprocessors(device));
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
