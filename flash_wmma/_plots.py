@@ -17,6 +17,7 @@ _FUNCTIONS = {  # what kernels' functions ask for
     "load_v": "copies of V",
     "multiply_qk": "S = Q Kᵀ",
     "multiply_pv": "O += P V",
+    "stage_output": "stores of O",
 }
 _COLORS = ["#e69f00", "#d55e00", "#cc79a7", "#0072b2", "#009e73", "#56b4e9"]
 
@@ -128,10 +129,12 @@ def _what(event: Event) -> str:
 
 
 def _lanes(launch: Launch) -> dict[int, list[list[Event]]]:
-    """The warps that ask for copies or products, each with rows of events of one sort, in which none overlap."""
-    lanes: dict[int, list[list[Event]]] = {
-        warp: [] for warp in sorted({e.warp for e in launch.timeline if e.kind in ("tensor_copy", "product")})
-    }
+    """The warps that ask for copies or products, each with rows of events of one sort, in which none overlap. The first
+    warp of those that ask for products together stands for all four."""
+    groups = {event.warp for event in launch.timeline if event.kind == "product"}
+    others = {warp + i for warp in groups for i in range(1, 4)}
+    asking = groups | {event.warp for event in launch.timeline if event.kind == "tensor_copy"}
+    lanes: dict[int, list[list[Event]]] = {warp: [] for warp in sorted(asking - others)}
     sorts = list(dict.fromkeys([_WAITS, *_FUNCTIONS.values(), *map(_what, launch.timeline)]))
     for event in sorted(launch.timeline, key=lambda e: (sorts.index(_what(e)), e.arrived)):
         rows = lanes.get(event.warp, [])

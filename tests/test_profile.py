@@ -312,8 +312,12 @@ def test_timeline_of_a_pipeline(head_dim: int, seed: int, tmp_path: Path) -> Non
     def asked(function: str) -> list[_figures.Event]:
         return [e for e in events if e.kind in ("tensor_copy", "product") and function in e.calls]
 
+    # Each warp of a consumer asks for the stores of its rows, a panel at a time
+    stores = asked("stage_output")
+    assert sorted(event.warp for event in stores) == [4 + i // panels for i in range(4 * consumers * panels)]
+    assert 2 * len(stores) == launch.counts.instructions["tensor_store"]
     # One warp asks for the copies of each panel, of each tile once
-    copies = [event for event in events if event.kind == "tensor_copy"]
+    copies = [event for event in events if event.kind == "tensor_copy" and event not in stores]
     assert {event.warp for event in copies} == {0}
     keys, values = asked("load_k"), asked("load_v")
     assert (len(keys), len(values), len(asked("load_q"))) == (tiles * panels, tiles * panels, consumers * panels)

@@ -151,6 +151,22 @@ FAULTS = [
         kernels=WGMMA,
     ),
     Fault(
+        name="wgmma-staged-q-given-back-before-the-first",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="if (lane_ == 0 && has_before_) {",
+        new="if (lane_ == 0) {",
+        why="places of Q are given back an item early",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-staged-q-in-use-given-back",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="ptx::barrier_arrive(&smem_.q_slot[q_.stage ^ 1][group_].empty);",
+        new="ptx::barrier_arrive(&smem_.q_slot[q_.stage][group_].empty);",
+        why="the next Q overwrites the one in use",
+        kernels=WGMMA,
+    ),
+    Fault(
         name="wgmma-ends-while-staged-o-is-read",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="        if (kStagesRows && lane_ == 0) ptx::store_wait_read<0>();\n",

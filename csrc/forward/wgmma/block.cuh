@@ -83,8 +83,9 @@ template <class Tile, Problems kProblems>
 inline constexpr bool kTakesParts =
     Tile::kSplits && (kProblems == Problems::kPlain || kTells<kProblems> || kMerges<kProblems>);
 
-/// Whether O leaves through shared memory, from the place of its rows' Q (device/staged_rows.cuh): the next rows need
-/// another place for their Q. Four consumers with ALiBi measured slower so.
+/// Whether O leaves through shared memory, from the place of its rows' Q (device/staged_rows.cuh): O fits there, and
+/// the next rows have another place for their Q. Merged and converted results may be fp32, which the map of o is not
+/// for. Four consumers with ALiBi measured slower so.
 template <class Tile, Problems kProblems>
 inline constexpr bool kStagesO =
     Tile::kQStages == 2 && Tile::kDv == Tile::kD && !kMerges<kProblems> && !includes(kProblems, Problems::kConverted) &&

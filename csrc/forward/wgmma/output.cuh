@@ -101,12 +101,12 @@ __device__ __forceinline__ void arrange_row(int i, RegisterTile<16, Columns>& o,
     }
 }
 
-/// The end of row i of a warp's rows: stores its LSE if `stores_lse`. Returns what O is multiplied by, with the head's
-/// sink, and whether the row saw no key.
+/// What a row of O is multiplied by, and whether the row saw no key.
 struct RowEnd {
     float factor;
     bool none;
 };
+/// The end of row i of a warp's rows, with the head's sink: stores its LSE if `stores_lse`.
 template <bool kMerged>
 __device__ __forceinline__ RowEnd end_row(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                           int i, const LaggedSoftmax<16>& softmax, int lane, bool stores_lse) {
@@ -140,8 +140,9 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
     });
 }
 
-/// The same through the rows from `first_row` on of panels that no other warp uses. The copy engine reads them until
-/// lane 0 has waited for its stores. `map` has boxes of 16 rows; the engine does not see where a packed sequence ends.
+/// The same of all columns, through the warp's 16 rows of the panels, from `first_row` on. The copy engine reads them
+/// until lane 0 has waited for its stores. `map` has boxes of 16 rows; the engine does not see where a packed sequence
+/// ends. Ends with lane 0 apart from the others.
 template <class T, int Count, int Panels, int Columns>
 __device__ __forceinline__ void stage_output(const ForwardParams& p, const TensorMap& map, T (&panel)[Panels][Count],
                                              int first_row, const Sequence& sequence, int head, int first_query,

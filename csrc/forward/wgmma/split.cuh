@@ -28,7 +28,8 @@ struct PartRows {
 
     __device__ __forceinline__ PartRows(const ForwardParams& p, int part, int row, int lane) {
         const int slice = part * (Tile::kBr / Tile::kWarpRows) + row / Tile::kWarpRows;
-        // A sum of ints: for one of 64 bits ptxas keeps the lane as such, in more registers than consumers have
+        // Ints hold the parts of two rounds of blocks. With a sum of 64 bits ptxas keeps the lane as two registers,
+        // which consumers do not have
         first = static_cast<float4*>(p.workspace) + (slice * (kAllVectors * 32) + lane);
     }
     __device__ __forceinline__ float4& o(int i) const { return first[i * 32]; }

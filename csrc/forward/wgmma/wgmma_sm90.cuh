@@ -818,7 +818,7 @@ class Consumer {
         }
     }
 
-    /// Whether O leaves through shared memory. The copy engine does not see where a packed sequence ends.
+    /// Whether the copy engine stores O. It does not see where a packed sequence ends.
     __device__ __forceinline__ bool leaves_staged(const Rows& rows) const {
         if (!kPacked || !p_.sequences.cu_seqlens_q) return kStagesRows;
         return kStagesRows && rows.first_query + Tile::kWarpRows <= rows.sequence.seqlen_q;
@@ -843,7 +843,7 @@ class Consumer {
                                                                 softmax_, lane_, kept);
         }
         if (rows.part == kWhole) told_.store(p_, rows.sequence, rows.head, rows.first_query, softmax_, lane_);
-        if constexpr (kStagesRows) __syncwarp();  // before lane 0 gives back the place of Q
+        if constexpr (kStagesRows) __syncwarp();  // lane 0 was apart from the others
     }
 
     const ForwardParams& p_;
@@ -854,7 +854,7 @@ class Consumer {
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
     RingPlace<Tile::kQStages, /*kHidden=*/true> q_;
-    bool has_before_ = false;  // whether these rows are not the warp's first
+    bool has_before_ = false;  // whether the warp has had rows before these
 
     std::conditional_t<kRanges, OwnRanges, Nothing> own_ranges_;
 
