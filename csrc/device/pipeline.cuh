@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
+#include "problems.h"
 
 namespace flash_wmma {
 
@@ -50,6 +51,12 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                           std::int64_t heads, int box_rows) {
     return make_tensor_map(rows.data, p.dtype, {columns, n, heads, p.sequences.cu_seqlens_q ? 1 : p.batch},
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
+}
+
+/// The place of a batch entry's, or of a sequence's, rows along the batch in these maps: packed rows have no batch.
+template <Problems kProblems>
+__device__ __forceinline__ int batch_in_maps(const Sequences& sequences, int batch) {
+    return includes(kProblems, Problems::kPacked) && sequences.cu_seqlens_q ? 0 : batch;
 }
 
 }  // namespace flash_wmma

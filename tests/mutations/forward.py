@@ -201,7 +201,7 @@ FAULTS = [
     Fault(
         name="wgmma-staged-o-batch-of-packed",
         path="csrc/forward/wgmma/output.cuh",
-        old="const int batch = p.sequences.cu_seqlens_q ? 0 : sequence.index;",
+        old="const int batch = batch_in_maps<Problems::kPacked>(p.sequences, sequence.index);",
         new="const int batch = sequence.index;",
         why="packed sequences behind the first are not stored",
         kernels=WGMMA,
@@ -267,8 +267,12 @@ FAULTS = [
     Fault(
         name="wgmma-packed-batch",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="const int batch = kPacked && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;",
-        new="const int batch = work.sequence.index;",
+        old="""\
+        const int batch = batch_in_maps<kProblems>(p_.sequences, work.sequence.index);
+        ptx::barrier_arrive_expect""",
+        new="""\
+        const int batch = work.sequence.index;
+        ptx::barrier_arrive_expect""",
         why="packed sequences but the first are looked for in batch entries that do not exist",
         kernels=WGMMA,
     ),
@@ -517,6 +521,14 @@ FAULTS = [
         old="                if (!(largest <= soft_cap_.near.limit * soft_cap_.near.limit)) sums[0] = INFINITY;\n",
         new="",
         why="a tile that two terms do not serve passes the vote",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-cap-hidden-keys-fit",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="else sums.weights.each([&](int, float& x) { x = INFINITY; });",
+        new="else sums.weights.each([&](int, float& x) { x = 0.f; });",
+        why="tiles with keys that some row does not see pass the vote, with products for weights",
         kernels=WGMMA,
     ),
     Fault(

@@ -356,7 +356,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-staged-batch-of-packed",
         path=ONE_ROLE,
-        old="const int batch = batch_in_maps<kProblems>(problem_, keys.batch);",
+        old="const int batch = batch_in_maps<kProblems>(problem_.forward.sequences, keys.batch);",
         new="const int batch = keys.batch;",
         why="gradients of packed sequences go to other batch entries",
         kernels=KERNEL,
@@ -535,8 +535,8 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-batch-of-packed",
-        path=BLOCK,
-        old="problem.forward.sequences.cu_seqlens_q ? 0 : batch;",
+        path="csrc/device/pipeline.cuh",
+        old="sequences.cu_seqlens_q ? 0 : batch;",
         new="false ? 0 : batch;",
         why="packed sequences are sought in other batch entries",
         kernels=KERNEL,

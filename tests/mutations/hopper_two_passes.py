@@ -12,7 +12,7 @@ QUERIES, TWO_PASSES = FOLDER + "queries.cuh", FOLDER + "two_passes.cuh"
 
 AWAIT = "        ptx::wgmma_wait<0>();\n"
 STAGED_QUERIES = "        __syncwarp();\n        if (place_.lane > 0 || rows <= 0) return;\n"
-BATCH_OF_QUERIES = "batch_in_maps<kProblems>(problem_, item.sequence.index);"
+BATCH_OF_QUERIES = "batch_in_maps<kProblems>(problem_.forward.sequences, item.sequence.index);"
 RELEASE_VALUES_OF_QUERIES = "        tell(smem_.value_slot[stage].empty);\n"
 RELEASE_OWN_ROWS = "        if (last) tell(smem_.own_slot[group_].empty);\n"
 ADD_TO_DV = "        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], !kBegins);\n"

@@ -430,12 +430,6 @@ __device__ __forceinline__ void each_item(Memory& smem, OnItem on_item) {
     }
 }
 
-/// The batch entry of a sequence in the maps of its tensors: packed ones have one.
-template <Problems kProblems>
-__device__ __forceinline__ int batch_in_maps(const Problem& problem, int batch) {
-    return includes(kProblems, Problems::kPacked) && problem.forward.sequences.cu_seqlens_q ? 0 : batch;
-}
-
 /// Where the tensors lie, for the copy engine.
 struct Maps {
     TensorMap q, k, v, dout;

@@ -394,7 +394,7 @@ class Consumer : ConsumerWarp<Tile> {
             ptx::fence_proxy_async();
             __syncwarp();
             if (lane_ > 0 || first >= keys.rows) continue;
-            const int batch = batch_in_maps<kProblems>(problem_, keys.batch);
+            const int batch = batch_in_maps<kProblems>(problem_.forward.sequences, keys.batch);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const bool values = i + j < Tile::kPanels;

@@ -58,7 +58,7 @@ class CopyingWarp {
             ptx::barrier_wait(&slot.empty, parity ^ 1);
             ptx::Barrier* const barrier = cuts ? &patch_ : &slot.full;
             ptx::barrier_arrive_expect(barrier, (sizeof(copies.to) + ...));
-            const int batch = batch_in_maps<kProblems>(problem_, from.batch);
+            const int batch = batch_in_maps<kProblems>(problem_.forward.sequences, from.batch);
             (load(copies.to, map, barrier, copies.column, from.row + copies.ahead, from.head, batch), ...);
         }
         if (!cuts) return;
@@ -136,7 +136,8 @@ class QueryCopies : CopyingWarp<SharedMemory<Tile>, kProblems> {
         Slot& slot = smem_.slot[stage];
         auto& q = smem_.q[stage];
         if (lane_ == 0) {  // the others learn at the patch that the places are empty
-            const int row = sequence.first_q + at.row, batch = batch_in_maps<kProblems>(problem_, sequence.index);
+            const int row = sequence.first_q + at.row,
+                      batch = batch_in_maps<kProblems>(problem_.forward.sequences, sequence.index);
             ptx::barrier_wait(&slot.empty, n / Tile::kStages % 2 ^ 1);
             ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
             if (cuts || !Tile::kHalvesDout) ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));

@@ -194,7 +194,7 @@ class OwnCopies : CopyingWarp<QueriesMemory<Tile>, kProblems> {
 
   private:
     __device__ __forceinline__ void copy(const QueriesItem& item, unsigned n) {
-        const int batch = batch_in_maps<kProblems>(problem_, item.sequence.index);
+        const int batch = batch_in_maps<kProblems>(problem_.forward.sequences, item.sequence.index);
 #pragma unroll
         for (int group = 0; group < Tile::kGroups; ++group) {
             Slot& slot = smem_.own_slot[group];
@@ -355,7 +355,7 @@ class QueriesConsumer {
         ptx::fence_proxy_async();
         __syncwarp();
         if (place_.lane > 0 || rows <= 0) return;
-        const int batch = batch_in_maps<kProblems>(problem_, item.sequence.index);
+        const int batch = batch_in_maps<kProblems>(problem_.forward.sequences, item.sequence.index);
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i)
             if (64 * i < columns)

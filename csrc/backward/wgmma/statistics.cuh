@@ -206,7 +206,7 @@ class StatisticsProducer {
         RingPlace<Tile::kOwnStages> own;
         RingPlace<Tile::kStages> at;
         each_item<Tile, /*kWholeWarp=*/false>(smem_, [&](const Item& item) {
-            const int batch = batch_in_maps<Problems::kPacked>(problem_, item.own.sequence.index);
+            const int batch = batch_in_maps<Problems::kPacked>(problem_.forward.sequences, item.own.sequence.index);
             Slot& own_slot = smem_.own_slot[own.stage];
             ptx::barrier_wait(&own_slot.empty, own.parity ^ 1);
             load(smem_.own[own.stage], maps_.own, own_slot, item.first_own() + item.own.first_row, item.own_head(),

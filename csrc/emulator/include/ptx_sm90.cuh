@@ -60,6 +60,7 @@ EMULATOR_INLINE void fence_proxy_async_global() {}
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
 
 EMULATOR_INLINE void prefetch(const TensorMap*) {}
+EMULATOR_INLINE void tensor_prefetch(const TensorMap*, const int (&)[4]) {}
 
 EMULATOR_BRICK inline void tensor_load(void* shared, const TensorMap* map, Barrier* barrier,
                                        const int (&coordinates)[4], EMULATOR_SITE) {

@@ -163,7 +163,7 @@ __device__ __forceinline__ void stage_output(const ForwardParams& p, const Tenso
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0 && first_query < sequence.seqlen_q) {
-        const int batch = p.sequences.cu_seqlens_q ? 0 : sequence.index;
+        const int batch = batch_in_maps<Problems::kPacked>(p.sequences, sequence.index);
 #pragma unroll
         for (int i = 0; i < Panels; ++i)
             if (64 * i < p.head_dim_v)

@@ -81,6 +81,7 @@ class Producer {
             if constexpr (kFromDiagonal)
                 order_ = {p_, work.sequence, work.tile.first_row + Tile::kBr - 1, Tile::kBc, work.tiles};
             int tile = work.tiles.end - 1;
+            if constexpr (kPrefetchesQ) prefetch_q(work);
             load_k(work, tile);
             load_q(work);
             load_down_to(min(tile, work.tiles.first + Tile::kStages / 2), tile, work);
@@ -93,6 +94,9 @@ class Producer {
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kMasks = Changes<kProblems>::kMasks, kFromDiagonal = Changes<kProblems>::kFromDiagonal;
+    // Whether the next rows' Q comes to the L2 cache while it waits for its only place. With a shorter ring of tiles
+    // the producer would not be early enough; with a bias it measured slower
+    static constexpr bool kPrefetchesQ = Tile::kQStages == 1 && Tile::kStages > 2 && !Tile::kBias;
     using Item = Work<Tile>;
     using ValueRows = typename SharedMemory<Tile>::ValueRows;
 
@@ -111,7 +115,7 @@ class Producer {
                                          unsigned more = 0) const {
         if (lane_ != 0) return;
         ptx::barrier_wait(&slot.empty, parity ^ 1);
-        const int batch = kPacked && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
+        const int batch = batch_in_maps<kProblems>(p_.sequences, work.sequence.index);
         ptx::barrier_arrive_expect(barrier, sizeof(Rows) + more);
 #pragma unroll
         for (int i = 0; i < static_cast<int>(std::extent_v<decltype(rows.panel)>); ++i)
@@ -144,6 +148,16 @@ class Producer {
         }
     }
 
+    __device__ __forceinline__ void prefetch_q(const Item& work) const {
+        if (lane_ != 0) return;
+        const int batch = batch_in_maps<kProblems>(p_.sequences, work.sequence.index);
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c)
+#pragma unroll
+            for (int i = 0; i < Tile::kPanels; ++i)
+                ptx::tensor_prefetch(&maps_.q,
+                                     {64 * i, work.sequence.first_q + work.first_row(c), work.tile.head, batch});
+    }
     __device__ __forceinline__ void load_q(const Item& work) {
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c) {
@@ -328,6 +342,8 @@ class Consumer {
     // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or a run of
     // keys
     static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems> && !kHasRuns;
+    // Whether tiles that are not plain vote as well, with infinite sums: or ptxas keeps `done` in local memory
+    static constexpr bool kAllVote = Changes<kProblems>::kCaps && Tile::kD <= 64;
     // Where V's runs lie far apart, a tile's V is waited for before its K is released
     static_assert(!kHasRuns || Tile::kStages > 1);
     static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
@@ -494,6 +510,29 @@ class Consumer {
         if constexpr (kConverted) sums.weights.each([&](int, float& x) { x *= ptx::ex2(-scales_.weight()); });
         softmax_.add(sums.weights);
         told_.add(sums);
+    }
+
+    /// P of a plain tile, with the old m.
+    __device__ __forceinline__ Sums weigh_plain(int key, float factor) {
+        if constexpr (kChanges) {
+            PerRow m = softmax_.m;
+            if constexpr (kConverted) m.each([&](int, float& x) { x -= scales_.weight(); });
+            Sums sums;
+            sums.weights = changes_.weigh(s_, key, m);
+            return sums;
+        } else {
+            PerRow offset;
+            offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
+            if constexpr (kConverted) offset.each([&](int, float& x) { x += scales_.weight(); });
+            return told_.template weigh<false>(s_, factor, offset);
+        }
+    }
+    /// Adds a plain tile's sums if the old m serves: if no weight overflows. Returns whether it does (an int, as `done`
+    /// is).
+    __device__ __forceinline__ int try_sums(const Sums& sums) {
+        const auto fit = static_cast<int>(all_rows([&](int i) { return sums.template fit<T>(i); }));
+        if (fit) add_sums(sums);
+        return fit;
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
@@ -756,24 +795,14 @@ class Consumer {
             else if constexpr (kChanges) plain = plain && !changes_.rises(key);
             if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f && !scales_.far();
             int done = 0;  // a bool takes more instructions here
-            if (plain) {
-                [[maybe_unused]] Sums sums;
-                if constexpr (kHasRuns) {
-                    done = weigh_by_run();
-                } else if constexpr (kChanges) {
-                    PerRow m = softmax_.m;
-                    if constexpr (kConverted) m.each([&](int, float& x) { x -= scales_.weight(); });
-                    sums.weights = changes_.weigh(s_, key, m);
-                } else {
-                    PerRow offset;
-                    offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
-                    if constexpr (kConverted) offset.each([&](int, float& x) { x += scales_.weight(); });
-                    sums = told_.template weigh<false>(s_, factor, offset);
-                }
-                if constexpr (!kHasRuns) {
-                    done = static_cast<int>(all_rows([&](int i) { return sums.template fit<T>(i); }));
-                    if (done) add_sums(sums);
-                }
+            if constexpr (kAllVote) {
+                Sums sums;
+                if (plain) sums = weigh_plain(key, factor);
+                else sums.weights.each([&](int, float& x) { x = INFINITY; });
+                done = try_sums(sums);
+            } else if (plain) {
+                if constexpr (kHasRuns) done = weigh_by_run();
+                else done = try_sums(weigh_plain(key, factor));
             }
             ptx::wgmma_wait<0>();
             if (place < first) release_v();
@@ -1033,6 +1062,7 @@ inline constexpr TableRow kOneChangeRows[] = {
 /// With a softcap alone.
 inline constexpr TableRow kCappedRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 96, .stages = 4}, 1.02f},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
