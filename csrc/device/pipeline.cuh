@@ -53,7 +53,7 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
 }
 
-/// The place of a batch entry's, or of a sequence's, rows along the batch in these maps: packed rows have no batch.
+/// The batch coordinate, in these maps, of the rows of batch entry or sequence `batch`: packed rows have one batch.
 template <Problems kProblems>
 __device__ __forceinline__ int batch_in_maps(const Sequences& sequences, int batch) {
     return includes(kProblems, Problems::kPacked) && sequences.cu_seqlens_q ? 0 : batch;

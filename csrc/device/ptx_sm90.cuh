@@ -100,7 +100,7 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, 
         : "memory");
 }
 
-/// Brings what tensor_load would copy to the L2 cache (cp.async.bulk.prefetch.tensor.4d).
+/// Asks the L2 cache for what tensor_load would copy. One thread (cp.async.bulk.prefetch.tensor.4d).
 __device__ __forceinline__ void tensor_prefetch(const TensorMap* map, const int (&coordinates)[4]) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
                  "r"(coordinates[0]), "r"(coordinates[1]), "r"(coordinates[2]), "r"(coordinates[3])

@@ -94,8 +94,8 @@ class Producer {
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kMasks = Changes<kProblems>::kMasks, kFromDiagonal = Changes<kProblems>::kFromDiagonal;
-    // Whether the next rows' Q comes to the L2 cache while it waits for its only place. With a shorter ring of tiles
-    // the producer would not be early enough; with a bias it measured slower
+    // Whether the L2 cache gets the next rows' Q while Q's only place is taken. With a shorter ring of tiles, or a
+    // bias, that measured slower
     static constexpr bool kPrefetchesQ = Tile::kQStages == 1 && Tile::kStages > 2 && !Tile::kBias;
     using Item = Work<Tile>;
     using ValueRows = typename SharedMemory<Tile>::ValueRows;
@@ -158,6 +158,7 @@ class Producer {
                 ptx::tensor_prefetch(&maps_.q,
                                      {64 * i, work.sequence.first_q + work.first_row(c), work.tile.head, batch});
     }
+
     __device__ __forceinline__ void load_q(const Item& work) {
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c) {
@@ -342,8 +343,10 @@ class Consumer {
     // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or a run of
     // keys
     static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems> && !kHasRuns;
-    // Whether tiles that are not plain vote as well, with infinite sums: or ptxas keeps `done` in local memory
+    // Whether tiles that are not plain vote as well, with infinite sums: where registers are few, ptxas else keeps
+    // `done` in local memory
     static constexpr bool kAllVote = Changes<kProblems>::kCaps && Tile::kD <= 64;
+    static_assert(!kAllVote || !(kPacked || kHasRuns));
     // Where V's runs lie far apart, a tile's V is waited for before its K is released
     static_assert(!kHasRuns || Tile::kStages > 1);
     static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
@@ -512,7 +515,7 @@ class Consumer {
         told_.add(sums);
     }
 
-    /// P of a plain tile, with the old m.
+    /// P of a plain tile, by the old m; returns this lane's sums.
     __device__ __forceinline__ Sums weigh_plain(int key, float factor) {
         if constexpr (kChanges) {
             PerRow m = softmax_.m;
@@ -527,8 +530,7 @@ class Consumer {
             return told_.template weigh<false>(s_, factor, offset);
         }
     }
-    /// Adds a plain tile's sums if the old m serves: if no weight overflows. Returns whether it does (an int, as `done`
-    /// is).
+    /// Adds a tile's sums if they show that no weight overflows. Returns whether they do (an int, as `done` is).
     __device__ __forceinline__ int try_sums(const Sums& sums) {
         const auto fit = static_cast<int>(all_rows([&](int i) { return sums.template fit<T>(i); }));
         if (fit) add_sums(sums);
@@ -1062,7 +1064,6 @@ inline constexpr TableRow kOneChangeRows[] = {
 /// With a softcap alone.
 inline constexpr TableRow kCappedRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
-    {{.d = 64, .consumers = 3, .keys = 96, .stages = 4}, 1.02f},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
