@@ -58,7 +58,7 @@ class CopyingWarp {
             ptx::barrier_wait(&slot.empty, parity ^ 1);
             ptx::Barrier* const barrier = cuts ? &patch_ : &slot.full;
             ptx::barrier_arrive_expect(barrier, (sizeof(copies.to) + ...));
-            const int batch = batch_in_maps<kProblems>(problem_.forward.sequences, from.batch);
+            const int batch = batch_in_maps<kProblems>(sequences, from.batch);
             (load(copies.to, map, barrier, copies.column, from.row + copies.ahead, from.head, batch), ...);
         }
         if (!cuts) return;
