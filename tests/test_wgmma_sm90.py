@@ -3,14 +3,17 @@ get right. In the emulator, checked."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 from reference import DENSE, Mask, grouped, poisoned_memory
+from test_varlen import check_sequences, cumulative, packed, run_packed
 from torch import Tensor
 
 import flash_wmma
+from flash_wmma.emulator._runtime import alone, take_profile
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-3}  # of the largest value of an output
 DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
@@ -201,6 +204,33 @@ def test_one_capped_score_is_large(score: float, key: int, row: int, dim: int) -
     scores = 50 * (q.double() @ k.double().mT / math.sqrt(dim) / 50).tanh()
     torch.testing.assert_close(lse.double(), scores.logsumexp(3), atol=1e-4, rtol=1e-6)
     torch.testing.assert_close(out.double(), scores.softmax(3) @ v.double(), atol=4e-3, rtol=0)
+
+
+PACKED = {  # multiprocessors, heads and the sequences' lengths; whether blocks take items from a queue
+    "rounds": (2, (4, 2), (200, 0, 30, 270, 1), False),
+    "queue": (2, (6, 3), (520, 0, 30, 270, 1, 0), True),
+    "one head at a time": (1, (5, 1), (1300, 40), True),
+    "some heads together": (3, (7, 7), (600, 513), True),
+    "more sequences than a warp has lanes": (2, (2, 1), tuple(n % 4 * 7 for n in range(70)), False),
+    "most items do not exist": (1, (3, 3), (1,) * 10 + (700,) + (2,) * 10, True),
+}
+
+
+@pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right"), Mask(False, (30, 40))], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_items(case: str, d: int, mask: Mask) -> None:
+    """Each item of packed sequences once, with rows behind the last sequence."""
+    sm_count, heads, lengths, queue = PACKED[case]
+    kernel = next(kernel for kernel in flash_wmma.kernels() if kernel.name == "wgmma_sm90")
+    tensors = [packed(sum(lengths), n, d, torch.float16, "cpu", n + d, extra=3) for n in (heads[0], *heads[1:] * 2)]
+    bounds = cumulative(lengths, "cpu")
+    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, sm_count=sm_count):
+        take_profile()
+        result = run_packed(kernel, *tensors, bounds, bounds, causal=mask.causal, window=mask.window)
+        grids = json.loads(take_profile())
+    check_sequences(kernel, (tensors[0], tensors[1], tensors[2]), (lengths, lengths), result, mask)
+    assert any("clear" in grid["kernel"] for grid in grids) == (queue and not mask.window)  # few keys need none
 
 
 def functions(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sm_count: int, times: int = 1) -> list[str]:

@@ -59,15 +59,21 @@ struct LaggedSoftmax {
         return all;
     }
 
-    /// Whether this lane's sums of weights prove that none overflows T. NaN does not.
+    /// Whether this lane's sums of weights, or its largest, prove that none overflows T. NaN does not.
     template <class T>
     __device__ __forceinline__ static bool fits(const RowValues<Rows>& sums) {
         return sums.all([](float sum) { return sum <= Element<T>::kLargestSum; });
     }
 };
 
-/// P = exp2(S * factor + offset) in place; returns this lane's part of the sums over the rows.
-template <int Rows, int Columns>
+/// Some of a row's weights with one more: their sum or, without `kSums`, the largest. Either is a bound of each.
+template <bool kSums>
+__device__ __forceinline__ float with_weight(float weights, float one_more) {
+    return kSums ? weights + one_more : ptx::max_of_positive(weights, one_more);
+}
+
+/// P = exp2(S * factor + offset) in place; returns this lane's part of with_weight() over the rows.
+template <bool kSums = true, int Rows, int Columns>
 __device__ __forceinline__ RowValues<Rows> weigh(RegisterTile<Rows, Columns>& s, float factor,
                                                  const RowValues<Rows>& offset) {
     RowValues<Rows> sums;
@@ -75,7 +81,7 @@ __device__ __forceinline__ RowValues<Rows> weigh(RegisterTile<Rows, Columns>& s,
         sum = 0.f;
         s.each_in_row(i, [&](float& x, int) {
             x = ptx::ex2(fmaf(x, factor, offset[i]));
-            sum += x;
+            sum = with_weight<kSums>(sum, x);
         });
     });
     return sums;

@@ -42,6 +42,16 @@ __device__ __forceinline__ float max_nan(float x, float y) {
 #endif
 }
 
+/// The larger of two that are not negative, by their bits; NaN if one is a NaN without sign. In asm, or the compiler
+/// keeps a float that goes through this in two registers (max.s32, of which two make one instruction from sm_90 on).
+__device__ __forceinline__ float max_of_positive(float x, float y) {
+    float larger;
+    asm("{\n.reg .s32 x, y;\nmov.b32 x, %1;\nmov.b32 y, %2;\nmax.s32 x, x, y;\nmov.b32 %0, x;\n}"
+        : "=f"(larger)
+        : "f"(x), "f"(y));
+    return larger;
+}
+
 /// 0xffff in each half of the result where that half of x, read as fp16, is below that of y; a NaN is not
 /// (set.lt.u32.f16x2).
 __device__ __forceinline__ std::uint32_t halves_below(std::uint32_t x, std::uint32_t y) {

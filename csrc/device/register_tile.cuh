@@ -46,6 +46,15 @@ struct RegisterTile {
     static constexpr int kRows = Rows / 8;  // of a lane
     float block[Rows / 16][Columns / 8][4];
 
+    /// The first N columns.
+    template <int N>
+    __device__ __forceinline__ RegisterTile<Rows, N> first() const {
+        RegisterTile<Rows, N> part;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) part.each_in_row(i, [&](float& x, int column) { x = at(i, column); });
+        return part;
+    }
+
     /// f(x, i, column) for every element, block by block.
     template <class F>
     __device__ __forceinline__ void each(F f) {

@@ -8,8 +8,8 @@
 // score and of ex2, some 1e-7.
 //
 // The largest p costs half an instruction a score: floats that are not negative have the order of their bits, and an
-// integer maximum takes three operands (VIMNMX3). It is taken of weights that count, where they are packed for the
-// second product. The moment costs one FMA a score. Its sum of a tile has a vote, as the sum of weights has: a score of
+// integer maximum takes three operands (VIMNMX3). Where a product sums the weights, it costs nothing more: it proves
+// that no weight overflows, as the sum does elsewhere. The moment costs one FMA a score. Its sum of a tile has a vote, as the sum of weights has: a score of
 // -inf on a tile that all rows see would add 0 * inf.
 #pragma once
 
@@ -28,8 +28,9 @@
 
 namespace flash_wmma {
 
-/// Of a lane's rows. With neither statistic it is the softmax's own work, and keeps nothing.
-template <int Rows, bool kMax, bool kEntropy>
+/// Of a lane's rows. With neither statistic it is the softmax's own work, and keeps nothing. Without `kSums` the weights
+/// are summed elsewhere.
+template <int Rows, bool kMax, bool kEntropy, bool kSums = true>
 struct RowStatistics {
     RowValues<Rows> largest;  ///< this lane's largest weight
     RowValues<Rows> moment;   ///< this lane's sum of weight * log2(weight)
@@ -41,11 +42,12 @@ struct RowStatistics {
         });
     }
 
-    /// A tile's sums over the rows, this lane's part.
+    /// Of a tile's rows, this lane's part.
     struct Sums {
-        RowValues<Rows> weights, moment;
+        RowValues<Rows> weights;  ///< their sums or, without kSums, the largest
+        RowValues<Rows> largest, moment;
 
-        /// Whether the sums of row i prove that no weight overflows T, and none was 0 * inf. NaN does not.
+        /// Whether the sums of row i, or its largest weight, prove that no weight overflows T, and none was 0 * inf. NaN does not.
         template <class T>
         __device__ __forceinline__ bool fit(int i) const {
             return weights[i] <= Element<T>::kLargestSum && (!kEntropy || moment[i] == moment[i]);
@@ -58,31 +60,26 @@ struct RowStatistics {
                                                  const RowValues<Rows>& offset) {
         constexpr float kNone = -1000.f;  // its weight is 0
         Sums sums;
-        if constexpr (kEntropy) {
-            sums.weights.each([&](int i, float& sum) {
-                sum = sums.moment[i] = 0.f;
-                s.each_in_row(i, [&](float& x, int) {
-                    float t = fmaf(x, factor, offset[i]);
-                    if (kHides) t = ptx::max_nan(t, kNone);
-                    x = ptx::ex2(t);
-                    sum += x;
-                    sums.moment[i] = fmaf(x, t, sums.moment[i]);
-                });
+        sums.weights.each([&](int i, float& weights) {
+            weights = sums.largest[i] = sums.moment[i] = 0.f;
+            s.each_in_row(i, [&](float& x, int) {
+                float t = fmaf(x, factor, offset[i]);
+                if (kHides && kEntropy) t = ptx::max_nan(t, kNone);
+                x = ptx::ex2(t);
+                weights = with_weight<kSums>(weights, x);
+                if (kMax && kSums) sums.largest[i] = with_weight<false>(sums.largest[i], x);
+                if (kEntropy) sums.moment[i] = fmaf(x, t, sums.moment[i]);
             });
-        } else {
-            sums.weights = flash_wmma::weigh(s, factor, offset);
-        }
+        });
         return sums;
     }
 
-    /// Adds a tile's sums.
+    /// Adds what is known of a tile. NaN, which ex2 gives without a sign, has the largest bits.
     __device__ __forceinline__ void add(const Sums& sums) {
         if constexpr (kEntropy) moment.each([&](int i, float& x) { x += sums.moment[i]; });
-    }
-    /// Takes in two weights of row i that count. NaN, which ex2 gives without a sign, has the largest bits.
-    __device__ __forceinline__ void take(int i, float x, float y) {
         if constexpr (kMax)
-            largest[i] = __int_as_float(max(max(__float_as_int(largest[i]), __float_as_int(x)), __float_as_int(y)));
+            largest.each(
+                [&](int i, float& x) { x = with_weight<false>(x, kSums ? sums.largest[i] : sums.weights[i]); });
     }
 
     /// Row i's m went from `before` to `after`, by which its sum of weights, `sum` before, was multiplied by `rescale`.

@@ -86,6 +86,12 @@ __host__ __device__ inline std::int64_t packed_tiles(std::int64_t total, std::in
     return total / rows + batch + 1;
 }
 
+/// The first number of a sequence's tiles; total / rows + batch + 1 is that of what would follow the rows behind.
+__device__ __forceinline__ int first_packed_tile(const std::int32_t* cu_seqlens, std::int64_t i, std::int64_t total,
+                                                 int rows, int group = 1) {
+    return static_cast<int>(detail::first_row(cu_seqlens, i, total) * group / rows + i);
+}
+
 /// The sequence (p.batch: the rows behind) with tile number `number` among packed tiles of `rows` rows, and its tile.
 /// Called by whole warps.
 /// With `group` each entry of cu_seqlens counts so many rows.
@@ -98,10 +104,10 @@ __device__ inline PackedTile packed_tile(const std::int32_t* cu_seqlens, std::in
     int found = 0;  // sequences 1, 2, ... that begin at or before the number
     for (int first = 1; first <= sequences; first += 32) {
         const int i = first + lane;
-        const bool before = i <= sequences && detail::first_row(cu_seqlens, i, total) * group / rows + i <= number;
+        const bool before = i <= sequences && first_packed_tile(cu_seqlens, i, total, rows, group) <= number;
         found += count_lanes(before);
     }
-    return {found, number - found - detail::first_row(cu_seqlens, found, total) * group / rows};
+    return {found, number - first_packed_tile(cu_seqlens, found, total, rows, group)};
 }
 
 /// The sequence and the Q tile of this block. If there is nothing to do, the tile begins at a negative row or past

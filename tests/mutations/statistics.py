@@ -546,7 +546,7 @@ FAULTS = [
     Fault(
         name="told-no-hidden-keys",
         path=TOLD,
-        old="if (kHides) t = ptx::max_nan(t, kNone);",
+        old="if (kHides && kEntropy) t = ptx::max_nan(t, kNone);",
         new="",
         why="0 * inf makes the moment of a masked tile NaN",
         kernels=WGMMA,
@@ -653,9 +653,9 @@ FAULTS = [
     ),
     Fault(
         name="told-row-of-the-other-index",
-        path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="told_.take(i, x, y);",
-        new="told_.take(1 - i, x, y);",
+        path=TOLD,
+        old="kSums ? sums.largest[i] : sums.weights[i]",
+        new="kSums ? sums.largest[1 - i] : sums.weights[1 - i]",
         why="a lane's two rows have each other's maxima",
         kernels=WGMMA,
         tests=ROW_STATISTICS,

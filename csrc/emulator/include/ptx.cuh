@@ -85,6 +85,9 @@ EMULATOR_INLINE float lg2(float x) { return log2f(flushed(x)); }
 EMULATOR_INLINE float rcp(float x) { return flushed(1.f / flushed(x)); }
 
 EMULATOR_INLINE float max_nan(float x, float y) { return x > y || x != x ? x : y; }
+EMULATOR_INLINE float max_of_positive(float x, float y) {
+    return __int_as_float(std::max(__float_as_int(x), __float_as_int(y)));
+}
 
 EMULATOR_INLINE std::uint32_t halves_below(std::uint32_t x, std::uint32_t y) {
     std::uint32_t below = 0;

@@ -15,15 +15,16 @@ namespace flash_wmma::wgmma_sm90 {
 
 /// Shape of a block's work.
 struct TileShape {
-    int d;               ///< the largest d that the instance holds
-    int d_v = d;         ///< the largest d_v
-    int columns = d_v;   ///< of O, of a block. For those beyond them the grid is launched again
-    int consumers;       ///< warpgroups of 64 rows each
-    bool turns = false;  ///< consumers ask for products in turn
-    int keys;            ///< of a K/V tile
-    int stages;          ///< K tiles in flight, and V tiles
-    int q_stages = 2;    ///< Q tiles in flight
-    bool bias = false;   ///< a tile of the bias comes with each K tile
+    int d;                      ///< the largest d that the instance holds
+    int d_v = d;                ///< the largest d_v
+    int columns = d_v;          ///< of O, of a block. For those beyond them the grid is launched again
+    int consumers;              ///< warpgroups of 64 rows each
+    bool turns = false;         ///< consumers ask for products in turn
+    int keys;                   ///< of a K/V tile
+    int stages;                 ///< K tiles in flight, and V tiles
+    int q_stages = 2;           ///< Q tiles in flight
+    bool bias = false;          ///< a tile of the bias comes with each K tile
+    bool product_sums = false;  ///< the second product sums the weights too: V's columns are followed by some of 1/4
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -33,13 +34,14 @@ struct Tile {
     static constexpr int kD = kShape.d, kDv = kShape.columns, kConsumers = kShape.consumers, kBc = kShape.keys;
     static constexpr int kLargestDv = kShape.d_v;
     static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages;
-    static constexpr bool kTurns = kShape.turns, kBias = kShape.bias;
+    static constexpr bool kTurns = kShape.turns, kBias = kShape.bias, kProductSums = kShape.product_sums;
     static constexpr int kPlans = 4;  // items that are known ahead
     // Whether the first P V sets O. With two consumers it adds to zeros, which measured faster
     static constexpr bool kSetsO = kConsumers > 2;
     // Whether a block may take a part of an item; four consumers have no registers for it
     static constexpr bool kSplits = kConsumers < 4;
     static constexpr bool kSwapsOnce = kD == 64 && kConsumers > 2;  // as lanes store O; only where it is faster
+    static constexpr int kColumns = kDv + (kProductSums ? 8 : 0);   // of the second product
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = (kD + 63) / 64, kValuePanels = (kDv + 63) / 64;  // of 64 columns
@@ -49,6 +51,7 @@ struct Tile {
     static constexpr int kConsumerRegisters =
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     static_assert(kD % 32 == 0 && kDv % 32 == 0 && kBc % 16 == 0 && kConsumers <= 4 && (!kBias || kBc == 64));
+    static_assert(!kProductSums || kDv == 64);  // else the panel of quarters would be the third of each tile of V
 };
 
 /// What instances for these problems do with scores, beside their scale. A softcap that comes with packed sequences or
@@ -68,8 +71,9 @@ struct Changes {
 };
 
 /// What an instance tells of a warp's rows.
-template <Problems kProblems>
-using Told = RowStatistics<16, includes(kProblems, Problems::kMaxima), includes(kProblems, Problems::kEntropies)>;
+template <class Tile, Problems kProblems>
+using Told = RowStatistics<16, includes(kProblems, Problems::kMaxima), includes(kProblems, Problems::kEntropies),
+                           !Tile::kProductSums>;
 template <Problems kProblems>
 inline constexpr bool kTells = includes(kProblems, Problems::kMaxima) || includes(kProblems, Problems::kEntropies);
 
@@ -152,6 +156,14 @@ struct BiasTiles {
 template <class Tile>
 struct BiasTiles<Tile, false> {};
 
+/// Columns behind those of V, for the sums of the weights.
+template <class Tile, bool = Tile::kProductSums>
+struct Quarters {
+    alignas(1024) typename Tile::T panel[Tile::kBc * 64];
+};
+template <class Tile>
+struct Quarters<Tile, false> {};
+
 /// Map of a block's shared memory.
 template <class Tile>
 struct SharedMemory : BiasTiles<Tile> {
@@ -168,6 +180,7 @@ struct SharedMemory : BiasTiles<Tile> {
     QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages];
     ValueRows v[Tile::kStages];
+    [[no_unique_address]] Quarters<Tile> quarters;  // behind all of V: from there distances are not negative
     PlanRing<Tile> plans;
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
     ptx::Barrier patch;  // of a tile that the producer completes itself

@@ -17,9 +17,9 @@ inline TileOrder order_of(const ForwardParams& p, int br) {
     const auto row = [&](std::int64_t x) { return static_cast<int>(std::clamp(x, -kMaxSeqlen, kMaxSeqlen)); };
     return {static_cast<int>(p.seqlen_q), br, row(p.seqlen_k - offset - p.band.right - 1), row(p.band.left - offset)};
 }
-/// Whether the work per tile of `br` rows varies: by the band, or by a mask or ranges of its own.
+/// Whether the work per tile of `br` rows varies: by the sequence, the band, or a mask or ranges of its own.
 inline bool is_uneven(const ForwardParams& p, int br) {
-    if (p.sequences.cu_seqlens_q) return false;
+    if (p.sequences.cu_seqlens_q) return true;
     const bool masked = p.key_ranges.data || (p.bias.data && p.bias.dtype == DType::kBool);
     return masked || order_of(p, br).shorter() > 0;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <numeric>
 
 #include "device/divisor.h"
@@ -108,14 +109,43 @@ __device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const B
     return {first, max(end, first + 1)};
 }
 
-/// The same of rows with key ranges. Called by whole warps.
+/// The keys that some of each consumer's rows see, by key ranges. Consumers are numbered in the order of their rows.
 template <class Tile>
-__device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const RangedMask& mask, int row, int count) {
-    if (!mask.has_ranges()) return visible_tiles<Tile>(sequence, static_cast<const BandMask&>(mask), row, count);
-    const KeyExtent keys = mask.extent(row, min(row + count, sequence.seqlen_q) - 1);
-    const int first = min(keys.some_begin, sequence.seqlen_k - 1) / Tile::kBc;
-    return {first, max((keys.some_end + Tile::kBc - 1) / Tile::kBc, first + 1)};
-}
+class RangedKeys {
+  public:
+    /// Of the Q tile from `first_row` on. Called by whole warps: each lane asks for its rows' ranges before it waits for
+    /// one, since an item of few keys is hardly longer than a latency of memory for each consumer.
+    __device__ __forceinline__ RangedKeys(const RangedRows& rows, int first_row) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c) {
+            begin_[c] = INT_MAX / 2, end_[c] = 0;
+#pragma unroll
+            for (int i = lane; i < Tile::kGroupRows; i += 32) {
+                const int row = first_row + Tile::kGroupRows * c + i, from = rows.begin(row), to = rows.end(row);
+                const bool sees = row <= rows.last_row && from < to;
+                begin_[c] = min(begin_[c], sees ? from : INT_MAX / 2), end_[c] = max(end_[c], sees ? to : 0);
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c) {
+            begin_[c] = reduce_lanes(begin_[c], [](int x, int y) { return min(x, y); }, 32);
+            end_[c] = reduce_lanes(end_[c], [](int x, int y) { return max(x, y); }, 32);
+        }
+    }
+    /// K tiles with a key that consumer c sees, or one of all if c is their number. If there is none: one tile, which is masked.
+    __device__ __forceinline__ Range tiles(int c, int seqlen_k) const {
+        int begin = INT_MAX / 2, end = 0;
+#pragma unroll
+        for (int i = 0; i < Tile::kConsumers; ++i)
+            if (i == c || c >= Tile::kConsumers) begin = min(begin, begin_[i]), end = max(end, end_[i]);
+        const int first = min(begin, seqlen_k - 1) / Tile::kBc;
+        return {first, max((end + Tile::kBc - 1) / Tile::kBc, first + 1)};
+    }
+
+  private:
+    int begin_[Tile::kConsumers], end_[Tile::kConsumers];
+};
 
 /// Where the tiles of an item lie in the list of those that a boolean mask shows.
 struct TileList {
@@ -168,11 +198,36 @@ class FromDiagonal {
     int sum_, behind_, turn_;  // behind_: of tiles right of the diagonal; turn_: the last place left of it
 };
 
+/// Work item `item` of packed sequences. They come one after the other, so that heads, which lie side by side in memory,
+/// are read together; of a sequence some heads at a time, enough for two items a block, whose keys the L2 cache holds;
+/// of these the longest tiles first. Called by whole warps.
+template <int Br>
+__device__ __forceinline__ Assignment packed_assignment(const ForwardParams& p, const Schedule& schedule, int item) {
+    const Sequences& s = p.sequences;
+    const int heads = static_cast<int>(p.heads_q), batch = static_cast<int>(p.batch),
+              number = schedule.heads.quotient(item);
+    const PackedTile found = packed_tile(s.cu_seqlens_q, batch, s.total_q, Br, number);
+    const int first = number - found.tile,
+              end = found.sequence < batch ? first_packed_tile(s.cu_seqlens_q, found.sequence + 1, s.total_q, Br)
+                                           : static_cast<int>(packed_tiles(s.total_q, batch, Br));
+    const int tiles = max(1, end - first), at = item - first * heads;
+    const int some = max(1, min(heads, 2 * static_cast<int>(gridDim.x) / tiles)), head = at / (some * tiles) * some;
+    const int together = min(some, heads - head), place = at - head * tiles;
+    const Sequence rows = sequence(p, found.sequence);
+    const int count = (rows.seqlen_q + Br - 1) / Br;
+    int tile = place / max(1, together);
+    if (p.band.right < kUnbounded && tile < count) tile = count - 1 - tile;
+    const QTile none{rows.index, 0, 0, -1};
+    if (at < 0 || together <= 0) return {rows, none};  // bounds that do not grow
+    const int own = head + place % together;
+    return {rows, {rows.index, own, schedule.group.quotient(own), tile * Br}};
+}
+
 /// Work item `item` of the grid.
 template <class Tile, Problems kProblems>
 __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    if (kPacked && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
+    if (kPacked && p.sequences.cu_seqlens_q) return packed_assignment<Tile::kBr>(p, schedule, item);
     Assignment found = schedule.dense<Tile::kBr, kProblems>(p, item);
     if (kPacked) found.sequence = sequence(p, found.tile.batch);
     return found;
@@ -190,11 +245,11 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     const Divisor each_head(p.heads_q), group(p.heads_q / p.heads_k);
     const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
     const BandMask band(p.band, p.seqlen_q, p.seqlen_k);
-    if (p.sequences.cu_seqlens_q)
-        return {items, 0,       Divisor(1),    Divisor(1), each_head, group, seqlen_q, seqlen_k,
-                band,  nullptr, {items, 0, 1}, false,      order,     mask,  soft_cap};
-    const Split split = split_of(p, device, shape);
     Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
+    if (p.sequences.cu_seqlens_q)
+        return {items, 0,     Divisor(1),    Divisor(1), each_head, group, seqlen_q, seqlen_k,
+                band,  queue, {items, 0, 1}, false,      order,     mask,  soft_cap};
+    const Split split = split_of(p, device, shape);
     const int blocks = std::min(items, multiprocessors(device));
     const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
     const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
@@ -259,16 +314,18 @@ class Planner {
         if constexpr (kPacked || kMasks || kRanges) ptx::wait_for_previous_grids();
         Schedule::Walk walk(schedule);
         int item;
+        bool works = true;  // whether the block works on the item: among packed tiles are some that do not exist
         do {
             item = walk.next([&] {
+                if (!works) return;
                 ptx::barrier_wait(&ring_.near_end, item_parity_);
                 item_parity_ ^= 1;
             });
             int whole = max(item, 0);
             const int part = kTakesParts<Tile, kProblems> ? schedule.part(whole) : kWhole;
             const Assignment a = assignment<Tile, kProblems>(p_, schedule, whole);
-            const bool exists = !kPacked || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
-            if (exists || item < 0) publish(schedule, a, part, walk.odd(), item < 0);
+            works = !kPacked || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
+            if (works || item < 0) publish(schedule, a, part, walk.odd(), item < 0);
             ptx::wait_for_previous_grids();
         } while (item >= 0);
     }
@@ -286,7 +343,7 @@ class Planner {
         TileList list;
         if constexpr (kMasks) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
         const auto seen = [&](int row, int count) {
-            const Range range = visible_tiles<Tile>(a.sequence, mask, row, count);
+            const Range range = visible_tiles<Tile>(a.sequence, static_cast<const BandMask&>(mask), row, count);
             if constexpr (kMasks) return list.places(range);
             else return range;
         };
@@ -296,15 +353,19 @@ class Planner {
             const bool all = c == Tile::kConsumers;
             return seen(all ? a.tile.first_row : rows.first_row(c), all ? Tile::kBr : Tile::kGroupRows);
         };
-        Range found;
-        if constexpr (kRanges) {  // all lanes look at the ranges of rows
-            for (int c = 0; c <= Tile::kConsumers; ++c) {
-                const Range range = seen_by(c);
-                if (c == lane_) found = range;
-            }
-        } else {
-            found = seen_by(min(lane_, Tile::kConsumers));
-        }
+        const int consumer = min(lane_, Tile::kConsumers);
+        const auto found_in = [&] {
+            if constexpr (kRanges)
+                if (mask.has_ranges()) {
+                    const bool all = consumer == Tile::kConsumers;
+                    const int group = all ? consumer : (rows.first_row(consumer) - a.tile.first_row) / Tile::kGroupRows;
+                    const Range range =
+                        RangedKeys<Tile>(mask.rows(), a.tile.first_row).tiles(group, a.sequence.seqlen_k);
+                    return kMasks ? list.places(range) : range;
+                }
+            return seen_by(consumer);
+        };
+        Range found = found_in();
         const auto of_lane = [](const Range& range, int lane) {
             return Range{__shfl_sync(kWarpMask, range.first, lane), __shfl_sync(kWarpMask, range.end, lane)};
         };

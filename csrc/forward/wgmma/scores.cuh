@@ -125,8 +125,8 @@ class ScoreChanges {
         return kCaps && near_;
     }
 
-    /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of the sums over
-    /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum, and where a product is too
+    /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of
+    /// with_weight() over the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum, and where a product is too
     /// large for the polynomial that was tried.
     __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
@@ -151,9 +151,9 @@ class ScoreChanges {
         }
         if constexpr (kCaps) {
             if (near_) {
-                float largest = 0.f;  // by its bits: a maximum of integers takes three operands
+                float largest = 0.f;  // square of a product
                 PerRow sums = weigh_by(s, [&](float x, int i, int) {
-                    largest = __int_as_float(max(__float_as_int(largest), __float_as_int(x * x)));
+                    largest = ptx::max_of_positive(largest, x * x);
                     return fmaf(x, soft_cap_.near(x), offset[i]);
                 });
                 if (!(largest <= soft_cap_.near.limit * soft_cap_.near.limit)) sums[0] = INFINITY;
@@ -167,16 +167,17 @@ class ScoreChanges {
         if (!slopes() && !adds) {
             const float factor = cap(s);
             hide(s);
-            return flash_wmma::weigh(s, factor, offset);
+            return flash_wmma::weigh<kSums>(s, factor, offset);
         }
         apply(s, key);
-        return flash_wmma::weigh(s, 1.f, offset);
+        return flash_wmma::weigh<kSums>(s, 1.f, offset);
     }
 
     /// Whether scores may rise from tile to tile, backwards, by more than the old m allows: right of a steep diagonal.
     __device__ __forceinline__ bool rises(int key) const { return kSlopes && key > not_rising_; }
 
   private:
+    static constexpr bool kSums = !Tile::kProductSums;
     static constexpr bool kAll = Changes<kProblems>::kAll, kMasks = Changes<kProblems>::kMasks;
     static constexpr bool kSlopes = Changes<kProblems>::kSlopes, kBiases = Changes<kProblems>::kBiases;
     // Whether ALiBi's offsets are found before the tile's products are there. At d = 128 that measured slower
@@ -304,7 +305,8 @@ class ScoreChanges {
             sum = 0.f;
             s.each_in_row(i, [&](float& x, int column) {
                 x = ptx::ex2(exponent(x, i, column));
-                sum = column == 0 ? x : sum + x;  // 0 + x would be an instruction
+                // 0 + x would be an instruction
+                sum = column == 0 ? x : with_weight<kSums>(sum, x);
             });
         });
         return sums;

@@ -40,7 +40,7 @@ struct PartRows {
 /// A warp stores its part of its rows.
 template <class Tile, Problems kProblems>
 __device__ __forceinline__ void give(const PartRows<Tile, kProblems>& to, const RegisterTile<16, Tile::kDv>& o,
-                                     const LaggedSoftmax<16>& softmax, const Told<kProblems>& told) {
+                                     const LaggedSoftmax<16>& softmax, const Told<Tile, kProblems>& told) {
 #pragma unroll
     for (int i = 0; i < to.kVectors; ++i)
         to.o(i) = make_float4(o.block[0][i][0], o.block[0][i][1], o.block[0][i][2], o.block[0][i][3]);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     using Part = PartRows<Tile, kProblems>;
     constexpr int kVectors = kMergeColumns / 8;
     LaggedSoftmax<16> softmax;
-    [[maybe_unused]] Told<kProblems> told;
+    [[maybe_unused]] Told<Tile, kProblems> told;
     auto &m = softmax.m, &l = softmax.l;
     RegisterTile<16, kMergeColumns> o;
     o.clear();

@@ -349,12 +349,16 @@ class Consumer {
     static_assert(!kAllVote || !(kPacked || kHasRuns));
     // Where V's runs lie far apart, a tile's V is waited for before its K is released
     static_assert(!kHasRuns || Tile::kStages > 1);
+    // What the second product sums are the weights that it multiplies V by, as rounded: not dropped ones, not those of
+    // converted inputs
+    static_assert(!Tile::kProductSums || !(kDrops || kConverted || kMerges<kProblems>));
+    static_assert(!Tile::kProductSums || !includes(kProblems, Problems::kEntropies));  // l would be needed when m rises
     static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages, /*kHidden=*/true>;
     using PerRow = RowValues<Tile::kWarpRows>;
-    using Sums = typename Told<kProblems>::Sums;
+    using Sums = typename Told<Tile, kProblems>::Sums;
     static constexpr int kBc = Tile::kBc;
 
     /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
@@ -453,14 +457,22 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// Issues O += P V; not `begun`: this is O's first product.
+    /// Bytes from V's first panel of columns to the second, which may be that of quarters.
+    __device__ __forceinline__ int between_panels() const {
+        if constexpr (Tile::kProductSums)
+            return static_cast<int>(smem_.quarters.panel - smem_.v[v_.stage].panel[0]) * static_cast<int>(sizeof(T));
+        else return sizeof(smem_.v[0].panel[0]);
+    }
+
+    /// Issues O += P V, which may sum the weights too; not `begun`: this is O's first product.
     __device__ __forceinline__ void multiply_pv(bool begun) {
         ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
         ptx::wgmma_fence();
-        const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
+        const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, between_panels());
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kDv>(o_.flat(), weights_[step], v_rows + 16 * 128 * step, step > 0 || begun || !kSetsO);
+            ptx::wgmma<T, Tile::kColumns>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
+                                          step > 0 || begun || !kSetsO);
         ptx::wgmma_commit();
     }
 
@@ -511,7 +523,7 @@ class Consumer {
     /// Adds the sums of a tile's P to l.
     __device__ __forceinline__ void add_sums(Sums sums) {
         if constexpr (kConverted) sums.weights.each([&](int, float& x) { x *= ptx::ex2(-scales_.weight()); });
-        softmax_.add(sums.weights);
+        if constexpr (!Tile::kProductSums) softmax_.add(sums.weights);
         told_.add(sums);
     }
 
@@ -614,10 +626,7 @@ class Consumer {
 
     /// P as the second product's operand: its layout is that of S, in pairs.
     __device__ __forceinline__ void pack_weights() {
-        s_.each_pair([&](float x, float y, int i, int j) {
-            weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y);
-            told_.take(i, x, y);
-        });
+        s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
     /// A plain tile of two runs: P of each by exponents of its own. Returns whether the old m serves (an int, as `done`
@@ -856,21 +865,22 @@ class Consumer {
     }
 
     /// Stores O / l and the LSE to global memory, or a part of an item to the workspace.
-    __device__ __forceinline__ void finish(const Rows& rows) const {
+    __device__ __forceinline__ void finish(const Rows& rows) {
+        if constexpr (Tile::kProductSums) softmax_.l.each([&](int i, float& l) { l = o_.at(i, Tile::kDv); });
+        const auto o = o_.template first<Tile::kDv>();
         const float kept = kDrops && drops() ? kept_scale(p_.dropout) : 1.f;
         if constexpr (kConverted) {
-            store_rows<float, false>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
+            store_rows<float, false>(p_, rows.sequence, rows.head, rows.first_query, 0, o, softmax_, lane_,
                                      scales_.unit() * kept);
         } else if (rows.part != kWhole) {
             if (rows.first_query < rows.sequence.seqlen_q)
-                give(PartRows<Tile, kProblems>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_,
-                     told_);
+                give(PartRows<Tile, kProblems>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o, softmax_, told_);
         } else if (leaves_staged(rows)) {
             if constexpr (kStagesRows)
                 stage_output(p_, maps_.o, staged().panel, Tile::kWarpRows * warp_, rows.sequence, rows.head,
-                             rows.first_query, o_, softmax_, lane_, kept);
+                             rows.first_query, o, softmax_, lane_, kept);
         } else {
-            store_rows<T, Tile::kSwapsOnce, kMerges<kProblems>>(p_, rows.sequence, rows.head, rows.first_query, 0, o_,
+            store_rows<T, Tile::kSwapsOnce, kMerges<kProblems>>(p_, rows.sequence, rows.head, rows.first_query, 0, o,
                                                                 softmax_, lane_, kept);
         }
         if (rows.part == kWhole) told_.store(p_, rows.sequence, rows.head, rows.first_query, softmax_, lane_);
@@ -891,9 +901,9 @@ class Consumer {
 
     RegisterTile<Tile::kWarpRows, kBc> s_;  // scores, then weights
     std::uint32_t weights_[kBc / 16][4];
-    RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
+    RegisterTile<Tile::kWarpRows, Tile::kColumns> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
-    Told<kProblems> told_;
+    Told<Tile, kProblems> told_;
     int rows_left_;  // from row() on in the sequence
     std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask,
                                                                                   schedule_.soft_cap};
@@ -926,6 +936,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         smem.plans.prepare(kWarps * Tile::kConsumers);
         ptx::barrier_init(&smem.patch, 1);
         ptx::barrier_init_fence();
+    }
+    if constexpr (Tile::kProductSums) {
+        for (int i = static_cast<int>(threadIdx.x); i < Tile::kBc * 64; i += Tile::kThreads)
+            smem.quarters.panel[i] = static_cast<typename Tile::T>(0.25f);
+        ptx::fence_proxy_async();
     }
     __syncwarp();  // registers change hands by whole warps
     ptx::let_next_grid_start();
@@ -1015,6 +1030,12 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
+/// Packed sequences alone.
+inline constexpr TableRow kPackedRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
+    {{.d = 64, .consumers = 3, .keys = 128, .stages = 4, .product_sums = true}, 1.03f},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4, .product_sums = true}, 0.87f},
+};
 inline constexpr TableRow kGeneralRows[] = {
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
@@ -1028,8 +1049,8 @@ inline constexpr TableRow kGeneralRows[] = {
 };
 /// Plain problems with the rows' largest scores.
 inline constexpr TableRow kMaximaRows[] = {
-    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
-    {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
+    {{.d = 64, .consumers = 3, .keys = 128, .stages = 4, .product_sums = true}, 1.03f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
 };
 /// Plain problems with the rows' entropies, perhaps with their largest scores too.
@@ -1046,8 +1067,8 @@ inline constexpr TableRow kMergedRows[] = {
 };
 /// With masks.
 inline constexpr TableRow kMaskedRows[] = {
-    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
-    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}, 0.8f},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4, .product_sums = true}, 0.8f},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},

@@ -4,6 +4,8 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> bf16_general_shapes() { return shapes<bf16, Problems::kGeneral, kGeneralRows>(); }
+std::vector<Shape> bf16_general_shapes() {
+    return join({shapes<bf16, Problems::kPacked, kPackedRows>(), shapes<bf16, Problems::kGeneral, kGeneralRows>()});
+}
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -4,6 +4,8 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> half_general_shapes() { return shapes<half, Problems::kGeneral, kGeneralRows>(); }
+std::vector<Shape> half_general_shapes() {
+    return join({shapes<half, Problems::kPacked, kPackedRows>(), shapes<half, Problems::kGeneral, kGeneralRows>()});
+}
 
 }  // namespace flash_wmma::wgmma_sm90
