@@ -9,8 +9,8 @@
 //
 // The largest p costs half an instruction a score: floats that are not negative have the order of their bits, and an
 // integer maximum takes three operands (VIMNMX3). Where a product sums the weights, it costs nothing more: it proves
-// that no weight overflows, as the sum does elsewhere. The moment costs one FMA a score. Its sum of a tile has a vote, as the sum of weights has: a score of
-// -inf on a tile that all rows see would add 0 * inf.
+// that no weight overflows, as the sum does elsewhere. The moment costs one FMA a score. Its sum of a tile has a vote,
+// as the sum of weights has: a score of -inf on a tile that all rows see would add 0 * inf.
 #pragma once
 
 #include <ptx.cuh>
@@ -28,8 +28,8 @@
 
 namespace flash_wmma {
 
-/// Of a lane's rows. With neither statistic it is the softmax's own work, and keeps nothing. Without `kSums` the weights
-/// are summed elsewhere.
+/// Of a lane's rows. With neither statistic it is the softmax's own work, and keeps nothing. Without `kSums` the
+/// weights are summed elsewhere.
 template <int Rows, bool kMax, bool kEntropy, bool kSums = true>
 struct RowStatistics {
     RowValues<Rows> largest;  ///< this lane's largest weight
@@ -47,7 +47,8 @@ struct RowStatistics {
         RowValues<Rows> weights;  ///< their sums or, without kSums, the largest
         RowValues<Rows> largest, moment;
 
-        /// Whether the sums of row i, or its largest weight, prove that no weight overflows T, and none was 0 * inf. NaN does not.
+        /// Whether the sums of row i, or its largest weight, prove that no weight overflows T, and none was 0 * inf.
+        /// NaN does not.
         template <class T>
         __device__ __forceinline__ bool fit(int i) const {
             return weights[i] <= Element<T>::kLargestSum && (!kEntropy || moment[i] == moment[i]);

@@ -614,8 +614,8 @@ FAULTS = [
     Fault(
         name="wgmma-cap-largest-of-the-last",
         path="csrc/forward/wgmma/scores.cuh",
-        old="max(__float_as_int(largest), __float_as_int(x * x))",
-        new="__float_as_int(x * x)",
+        old="largest = ptx::max_of_positive(largest, x * x);",
+        new="largest = x * x;",
         why="the last product of a tile stands for all",
         kernels=WGMMA,
     ),
@@ -694,9 +694,9 @@ FAULTS = [
     Fault(
         name="wgmma-ranges-begin",
         path="csrc/forward/wgmma/plan.cuh",
-        old="min(keys.some_begin, sequence.seqlen_k - 1)",
-        new="min(keys.all_begin, sequence.seqlen_k - 1)",
-        why="an item begins with the first tile that all of its rows see",
+        old="begin = min(begin, begin_[i]), end",
+        new="begin = begin_[i], end",
+        why="an item begins with the first tile that its last consumer sees",
         kernels=WGMMA,
     ),
     # ------------------------------------------------------------------------- wgmma_sm90: block, plan, items, parts, O

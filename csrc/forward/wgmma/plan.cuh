@@ -113,8 +113,8 @@ __device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const B
 template <class Tile>
 class RangedKeys {
   public:
-    /// Of the Q tile from `first_row` on. Called by whole warps: each lane asks for its rows' ranges before it waits for
-    /// one, since an item of few keys is hardly longer than a latency of memory for each consumer.
+    /// Of the Q tile from `first_row` on. Called by whole warps. A lane asks for the ranges of all its rows before it waits
+    /// for one: an item of few keys takes hardly longer than a latency of memory for each consumer.
     __device__ __forceinline__ RangedKeys(const RangedRows& rows, int first_row) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -133,7 +133,8 @@ class RangedKeys {
             end_[c] = reduce_lanes(end_[c], [](int x, int y) { return max(x, y); }, 32);
         }
     }
-    /// K tiles with a key that consumer c sees, or one of all if c is their number. If there is none: one tile, which is masked.
+    /// K tiles with a key that consumer c sees or, if c is the number of consumers, one of them. If there is none: one
+    /// tile, which is masked.
     __device__ __forceinline__ Range tiles(int c, int seqlen_k) const {
         int begin = INT_MAX / 2, end = 0;
 #pragma unroll
@@ -198,9 +199,9 @@ class FromDiagonal {
     int sum_, behind_, turn_;  // behind_: of tiles right of the diagonal; turn_: the last place left of it
 };
 
-/// Work item `item` of packed sequences. They come one after the other, so that heads, which lie side by side in memory,
-/// are read together; of a sequence some heads at a time, enough for two items a block, whose keys the L2 cache holds;
-/// of these the longest tiles first. Called by whole warps.
+/// Work item `item` of packed sequences. These come one after the other, so that heads, which lie side by side in
+/// memory, are read together; of a sequence some heads at a time, enough for two items a block, whose keys the L2 cache
+/// holds; of these the longest tiles first. Called by whole warps.
 template <int Br>
 __device__ __forceinline__ Assignment packed_assignment(const ForwardParams& p, const Schedule& schedule, int item) {
     const Sequences& s = p.sequences;

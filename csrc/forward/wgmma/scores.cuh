@@ -125,8 +125,8 @@ class ScoreChanges {
         return kCaps && near_;
     }
 
-    /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of
-    /// with_weight() over the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum, and where a product is too
+    /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of with_weight()
+    /// over the rows. Where a hidden key's product, or m, is infinite or NaN, so is that, and where a product is too
     /// large for the polynomial that was tried.
     __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
