@@ -11,8 +11,8 @@ namespace flash_wmma::wgmma_sm90 {
 /// A tile shape and its launch.
 struct Shape {
     Instance facts;
-    Problems problems;  ///< kPlain; kGeneral: packed sequences, and softcaps; kPackedDropped; one change of the scores;
-    ///< kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything.
+    Problems problems;  ///< kPlain; kPacked alone; kGeneral: packed sequences, and softcaps; kPackedDropped; one change
+    ///< of the scores; kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything.
     ///< kMaxima, kEntropies or both: kPlain with statistics of the rows; kMerged: kPlain, merged
     int head_dim_v;  ///< the largest d_v it takes
     int columns;     ///< of V and O that a launch computes

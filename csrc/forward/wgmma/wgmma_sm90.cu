@@ -44,9 +44,12 @@ Problems asked(const ForwardParams& p) {
     if (plain && p.row_max) return p.entropy ? Problems::kMaximaEntropies : Problems::kMaxima;
     if (plain && p.entropy) return Problems::kEntropies;
     if (plain && (p.merges || p.out_dtype != p.dtype)) return Problems::kMerged;
-    if (changes == 0 && packed && p.softcap == 0.f && std::max(p.head_dim, p.head_dim_v) <= 64)
-        return Problems::kPacked;
-    if (changes == 0) return plain ? Problems::kPlain : packed || wide ? Problems::kGeneral : Problems::kCapped;
+    if (changes == 0) {
+        const bool narrow = std::max(p.head_dim, p.head_dim_v) <= 64;
+        if (plain) return Problems::kPlain;
+        if (packed && narrow && p.softcap == 0.f) return Problems::kPacked;
+        return packed || wide ? Problems::kGeneral : Problems::kCapped;
+    }
     if (packed || wide || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p)))
         return Problems::kGeneralChanged;
     return masked ? Problems::kMasked : biased ? Problems::kBiased : sloped ? Problems::kSloped : Problems::kRanged;

@@ -15,7 +15,7 @@
 // Consumers may be as far apart as the ring is long; two consumers at d = 64 take turns at issuing (named barriers).
 //
 // Lagged maximum (forward/mma/kernel.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
-// Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
+// Element<T>::kLargestSum or, where the second product sums the weights (TileShape), no weight. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
 // since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys,
 // with a softcap of their products, where these are small.
 //
@@ -912,12 +912,13 @@ class Consumer {
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
-/// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences, also with
-/// a softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
+/// kPlain: the compiler knows that an item's bounds are the same in every thread. kPacked, for heads up to 64: packed
+/// sequences alone. kGeneral: packed sequences, also with a softcap. kPackedDropped: packed sequences and dropout. With
+/// kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
-// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics, nor merged.
-// With kChanged, more of both: the planner finds the places of tiles, and consumers keep the bias's rows and the list;
-// in the loop they read up to six.
+// limit, up to 25 values, kPacked 40, which plain and packed instances do not read in the loop over tiles, nor with
+// statistics (3 consumers with maxima: 2), nor merged. With kChanged, more of both: the planner finds the places of
+// tiles, and consumers keep the bias's rows and the list; in the loop they read up to six.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
