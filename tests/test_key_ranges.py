@@ -198,18 +198,19 @@ LENGTHS = (5, 0, 64, 1, 130, 33)
 
 @needs("key_ranges", "varlen")
 @pytest.mark.parametrize("mask", [DENSE, Mask(True)], ids=str)
-def test_packed(target: Target, mask: Mask) -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, (0, 5, 64)], ids=str)
+def test_packed(target: Target, lengths: tuple[int, ...], mask: Mask) -> None:
     """Keys count from the sequence's first."""
     kernel, dtype = target
-    total = sum(LENGTHS)
+    total = sum(lengths)
     q = packed(total, 4, 64, dtype, kernel.device, 1, extra=3)
     k, v = (packed(total, 2, 64, dtype, kernel.device, s, extra=3) for s in (2, 3))
-    cu = cumulative(LENGTHS, kernel.device)
+    cu = cumulative(lengths, kernel.device)
     ranges = ranges_of("any of a head", 1, 4, total + 3, 100, kernel.device)
     assert ranges is not None
     modification = Modification(key_ranges=ranges[0])
     result = run_packed(kernel, q, k, v, cu, cu, causal=mask.causal, **modification._asdict())
-    check_sequences(kernel, (q, k, v), (LENGTHS, LENGTHS), result, mask, modification)
+    check_sequences(kernel, (q, k, v), (lengths, lengths), result, mask, modification)
 
 
 @needs("key_ranges", "varlen", as_deterministic)

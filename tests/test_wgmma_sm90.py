@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from reference import DENSE, Mask, grouped, poisoned_memory
+from reference import DENSE, PLAIN, Mask, Modification, grouped, poisoned_memory
 from test_varlen import check_sequences, cumulative, packed, run_packed
 from torch import Tensor
 
@@ -231,6 +231,44 @@ def test_packed_items(case: str, d: int, mask: Mask) -> None:
         grids = json.loads(take_profile())
     check_sequences(kernel, (tensors[0], tensors[1], tensors[2]), (lengths, lengths), result, mask)
     assert any("clear" in grid["kernel"] for grid in grids) == (queue and not mask.window)  # few keys need none
+
+
+@pytest.mark.parametrize("kind", ["softcap", "alibi_slopes", "bool", "float32", "bfloat16", "d = 192", "d = 512"])
+def test_packed_queue_of_other_instances(kind: str) -> None:
+    lengths, d = (515, 3), int(kind[4:]) if kind.startswith("d = ") else 64
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(kind, torch.float16)
+    kernel = next(kernel for kernel in flash_wmma.kernels() if kernel.name == "wgmma_sm90")
+    q, k, v = (packed(sum(lengths), 2, d, dtype, "cpu", i) for i in range(3))
+    generator = torch.Generator().manual_seed(4)
+    modification = {
+        "softcap": Modification(softcap=3.0),
+        "alibi_slopes": Modification(None, torch.rand(2, 2, generator=generator)),
+        "bool": Modification(torch.rand(2, 1, 1, 515, generator=generator) > 0.3),
+    }.get(kind, PLAIN)
+    bounds = cumulative(lengths, "cpu")
+    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, sm_count=1):
+        take_profile()
+        result = run_packed(kernel, q, k, v, bounds, bounds, **modification._asdict())
+        grids = json.loads(take_profile())
+    check_sequences(kernel, (q, k, v), (lengths, lengths), result, DENSE, modification)
+    assert any("clear" in grid["kernel"] for grid in grids)
+
+
+def test_sums_by_the_product_of_few_keys() -> None:
+    """The tensor cores cut their sums. So lanes sum the weights of rows with many keys: there, the block has no panel
+    of 128 bytes for each of 64 keys behind V."""
+    few, many = (torch.empty(1, 64, n, 64, dtype=torch.float16, device="meta") for n in (16384, 16385))
+    masks = [torch.empty(1, 1, 1, x.shape[2], dtype=torch.bool, device="meta") for x in (few, many)]
+    taken = [
+        flash_wmma.explain(x, x, x, attn_bias=mask, device_facts=DEVICE).instance
+        for x, mask in zip((few, many), masks, strict=True)
+    ]
+    assert taken[0] is not None
+    assert taken[1] is not None
+    assert taken[0].br == taken[1].br == 256
+    assert taken[0].smem_bytes - taken[1].smem_bytes >= 64 * 128 - 16
+    window = flash_wmma.explain(many, many, many, attn_bias=masks[1], window=(1000, 0), device_facts=DEVICE)
+    assert window.instance == taken[0]
 
 
 def functions(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sm_count: int, times: int = 1) -> list[str]:

@@ -318,6 +318,23 @@ FAULTS = [
         kernels=WGMMA,
     ),
     Fault(
+        name="wgmma-ranges-of-no-item",
+        path="csrc/forward/wgmma/plan.cuh",
+        old="none ? Range{0, 0} : found_in();",
+        new="found_in();",
+        why="behind the last item the ranges of the first one's rows are read, which may not exist",
+        kernels=WGMMA,
+        tests=("test_key_ranges.py",),
+    ),
+    Fault(
+        name="wgmma-sums-of-many-keys",
+        path="csrc/forward/wgmma/wgmma_sm90.cu",
+        old="        if (most_keys(p, tile.br) > shape.most_keys) continue;\n",
+        new="",
+        why="the sums of the weights of very many keys are cut, and become too small",
+        kernels=WGMMA,
+    ),
+    Fault(
         name="wgmma-ranges-of-half-of-the-rows",
         path="csrc/forward/wgmma/plan.cuh",
         old="for (int i = lane; i < Tile::kGroupRows; i += 32)",

@@ -508,7 +508,7 @@ FAULTS = [
     ),
     # ---------------------------------------------------------------------------------------------- from forward's pass
     Fault(
-        name="told-first-weight-of-two",
+        name="told-first-keys-of-a-tile",
         path=TOLD,
         old="if (kMax && kSums) sums.largest[i]",
         new="if (kMax && kSums && &x < &s.block[0][1][0]) sums.largest[i]",

@@ -113,8 +113,8 @@ __device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const B
 template <class Tile>
 class RangedKeys {
   public:
-    /// Of the Q tile from `first_row` on. Called by whole warps. A lane asks for the ranges of all its rows before it waits
-    /// for one: an item of few keys takes hardly longer than a latency of memory for each consumer.
+    /// Of the Q tile from `first_row` on. Called by whole warps. A lane asks for the ranges of all its rows before it
+    /// waits for one: an item of few keys takes hardly longer than a latency of memory for each consumer.
     __device__ __forceinline__ RangedKeys(const RangedRows& rows, int first_row) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -219,7 +219,7 @@ __device__ __forceinline__ Assignment packed_assignment(const ForwardParams& p, 
     int tile = place / max(1, together);
     if (p.band.right < kUnbounded && tile < count) tile = count - 1 - tile;
     const QTile none{rows.index, 0, 0, -1};
-    if (at < 0 || together <= 0) return {rows, none};  // bounds that do not grow
+    if (at < 0 || together <= 0) return {rows, none};  // numbers before the first sequence, or bounds that do not grow
     const int own = head + place % together;
     return {rows, {rows.index, own, schedule.group.quotient(own), tile * Br}};
 }
@@ -366,11 +366,11 @@ class Planner {
                 }
             return seen_by(consumer);
         };
-        Range found = found_in();
+        Range found = none ? Range{0, 0} : found_in();  // without items there may be no row to ask for
         const auto of_lane = [](const Range& range, int lane) {
             return Range{__shfl_sync(kWarpMask, range.first, lane), __shfl_sync(kWarpMask, range.end, lane)};
         };
-        Range tiles = none ? Range{0, 0} : of_lane(found, Tile::kConsumers);
+        Range tiles = of_lane(found, Tile::kConsumers);
         if (!none && part != kWhole) {
             const int index = part % schedule.split.parts, parts = schedule.parts_of(tiles);
             if (index >= parts) return;

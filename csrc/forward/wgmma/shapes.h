@@ -14,10 +14,11 @@ struct Shape {
     Problems problems;  ///< kPlain; kPacked alone; kGeneral: packed sequences, and softcaps; kPackedDropped; one change
     ///< of the scores; kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything.
     ///< kMaxima, kEntropies or both: kPlain with statistics of the rows; kMerged: kPlain, merged
-    int head_dim_v;  ///< the largest d_v it takes
-    int columns;     ///< of V and O that a launch computes
-    bool splits;     ///< takes parts of items
-    float speed;     ///< of a block, relative to other shapes of its head dim
+    int head_dim_v;          ///< the largest d_v it takes
+    int columns;             ///< of V and O that a launch computes
+    bool splits;             ///< takes parts of items
+    std::int64_t most_keys;  ///< that it takes for a row
+    float speed;             ///< of a block, relative to other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);
 };
 

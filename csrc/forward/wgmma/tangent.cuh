@@ -109,7 +109,8 @@ void launch_tangents(const TangentParams& p, const DeviceFacts& device, Stream s
     if constexpr (Tile::kMoves.q) maps.q.moved = of_queries(p.dq);
     if constexpr (Tile::kMoves.k) maps.k.moved = of_keys(p.dk, f.head_dim);
     if constexpr (Tile::kMoves.v) maps.v.moved = of_keys(p.dv, f.head_dim_v);
-    const Shape whole{tangent_facts<Tile>(), Problems::kPlain, Tile::kD, Tile::kD, /*splits=*/false, 1.f, nullptr};
+    const Shape whole{tangent_facts<Tile>(), Problems::kPlain, Tile::kD, Tile::kD,
+                      /*splits=*/false,      kMaxSeqlen,       1.f,      nullptr};
     const Schedule schedule = make_schedule(f, device, whole);
     const int blocks = std::min(schedule.items, multiprocessors(device));
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(TangentMemory<Tile>),

@@ -66,6 +66,7 @@ const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
         const Instance& tile = shape.facts;
         if (tile.dtype != dtype || shape.problems != problems) continue;
         if (tile.head_dim < p.head_dim || shape.head_dim_v < p.head_dim_v) continue;
+        if (most_keys(p, tile.br) > shape.most_keys) continue;
         if (chosen &&
             (p.batch_invariant || chosen->facts.head_dim != tile.head_dim || chosen->head_dim_v != shape.head_dim_v))
             break;

@@ -15,9 +15,10 @@
 // Consumers may be as far apart as the ring is long; two consumers at d = 64 take turns at issuing (named barriers).
 //
 // Lagged maximum (forward/mma/kernel.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
-// Element<T>::kLargestSum or, where the second product sums the weights (TileShape), no weight. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
-// since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys,
-// with a softcap of their products, where these are small.
+// Element<T>::kLargestSum or, where the second product sums the weights (TileShape), no weight. A warp whose vote fails
+// computes its scores of that tile again, by mma.sync and on its own, since wgmma takes four warps. The first m of rows
+// whose first tile is plain is the largest of a quarter of its keys, with a softcap of their products, where these are
+// small.
 //
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and a ring of plans. Each place has a barrier that says it is full and one that says it is empty.
@@ -520,7 +521,7 @@ class Consumer {
         if constexpr (!kChanges) soft_cap();
     }
 
-    /// Adds the sums of a tile's P to l.
+    /// Adds what is known of a tile's P: to l its sums, unless the product sums them.
     __device__ __forceinline__ void add_sums(Sums sums) {
         if constexpr (kConverted) sums.weights.each([&](int, float& x) { x *= ptx::ex2(-scales_.weight()); });
         if constexpr (!Tile::kProductSums) softmax_.add(sums.weights);
@@ -993,6 +994,10 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
         if (schedule.split.items > 0) launch_merge<Tile, kProblems>(p, schedule, stream);
 }
 
+/// Keys of a row whose weights a product may sum. The tensor cores cut their sums: every 16 keys take about 2^-24 of
+/// the sum away, these keys 6e-5.
+inline constexpr std::int64_t kMostProductSums = 16384;
+
 /// `speed`: a block's, relative to other shapes of the same head dim.
 template <class Tile, Problems kProblems>
 Shape shape(float speed) {
@@ -1002,6 +1007,7 @@ Shape shape(float speed) {
             Tile::kLargestDv,
             Tile::kDv,
             kTakesParts<Tile, kProblems>,
+            Tile::kProductSums ? kMostProductSums : kMaxSeqlen,
             speed,
             launch_tile<Tile, kProblems>};
 }
@@ -1031,11 +1037,12 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
-/// Packed sequences alone.
+/// Packed sequences alone. Here, and for maxima and masks, many keys have a shape whose lanes sum the weights.
 inline constexpr TableRow kPackedRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
     {{.d = 64, .consumers = 3, .keys = 128, .stages = 4, .product_sums = true}, 1.03f},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4, .product_sums = true}, 0.87f},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
 };
 inline constexpr TableRow kGeneralRows[] = {
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
@@ -1052,6 +1059,7 @@ inline constexpr TableRow kGeneralRows[] = {
 inline constexpr TableRow kMaximaRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
     {{.d = 64, .consumers = 3, .keys = 128, .stages = 4, .product_sums = true}, 1.03f},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
 };
 /// Plain problems with the rows' entropies, perhaps with their largest scores too.
@@ -1070,6 +1078,7 @@ inline constexpr TableRow kMergedRows[] = {
 inline constexpr TableRow kMaskedRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4, .product_sums = true}, 0.8f},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
