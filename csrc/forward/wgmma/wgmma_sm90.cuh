@@ -1037,7 +1037,7 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
-/// Packed sequences alone. Here, and for maxima and masks, many keys have a shape whose lanes sum the weights.
+/// Packed sequences alone. Here, and for maxima, many keys have a shape whose lanes sum the weights.
 inline constexpr TableRow kPackedRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
     {{.d = 64, .consumers = 3, .keys = 128, .stages = 4, .product_sums = true}, 1.03f},
@@ -1076,9 +1076,8 @@ inline constexpr TableRow kMergedRows[] = {
 };
 /// With masks.
 inline constexpr TableRow kMaskedRows[] = {
-    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
-    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4, .product_sums = true}, 0.8f},
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}, 0.8f},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
