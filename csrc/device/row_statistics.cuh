@@ -30,10 +30,11 @@ namespace flash_wmma {
 
 /// Of a lane's rows. With neither statistic it is the softmax's own work, and keeps nothing. Without `kSums` the
 /// weights are summed elsewhere.
-template <int Rows, bool kMax, bool kEntropy, bool kSums = true>
+template <int Rows, bool kMax, bool kEntropy, bool kSums>
 struct RowStatistics {
-    RowValues<Rows> largest;  ///< this lane's largest weight
-    RowValues<Rows> moment;   ///< this lane's sum of weight * log2(weight)
+    static_assert(kSums || !kEntropy);  // the moment moves with m by what the weights sum up to
+    RowValues<Rows> largest;            ///< this lane's largest weight
+    RowValues<Rows> moment;             ///< this lane's sum of weight * log2(weight)
 
     __device__ __forceinline__ RowStatistics() {
         largest.each([&](int i, float& x) {
@@ -61,17 +62,21 @@ struct RowStatistics {
                                                  const RowValues<Rows>& offset) {
         constexpr float kNone = -1000.f;  // its weight is 0
         Sums sums;
-        sums.weights.each([&](int i, float& weights) {
-            weights = sums.largest[i] = sums.moment[i] = 0.f;
-            s.each_in_row(i, [&](float& x, int) {
-                float t = fmaf(x, factor, offset[i]);
-                if (kHides && kEntropy) t = ptx::max_nan(t, kNone);
-                x = ptx::ex2(t);
-                weights = with_weight<kSums>(weights, x);
-                if (kMax && kSums) sums.largest[i] = with_weight<false>(sums.largest[i], x);
-                if (kEntropy) sums.moment[i] = fmaf(x, t, sums.moment[i]);
+        if constexpr (kEntropy || (kMax && kSums)) {
+            sums.weights.each([&](int i, float& sum) {
+                sum = sums.largest[i] = sums.moment[i] = 0.f;
+                s.each_in_row(i, [&](float& x, int) {
+                    float t = fmaf(x, factor, offset[i]);
+                    if (kHides && kEntropy) t = ptx::max_nan(t, kNone);
+                    x = ptx::ex2(t);
+                    sum += x;
+                    if (kMax) sums.largest[i] = with_weight<false>(sums.largest[i], x);
+                    if (kEntropy) sums.moment[i] = fmaf(x, t, sums.moment[i]);
+                });
             });
-        });
+        } else {
+            sums.weights = flash_wmma::weigh<kSums>(s, factor, offset);
+        }
         return sums;
     }
 

@@ -125,8 +125,8 @@ class ScoreChanges {
         return kCaps && near_;
     }
 
-    /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of with_weight()
-    /// over the rows. Where a hidden key's product, or m, is infinite or NaN, so is that, and where a product is too
+    /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of the sums over
+    /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum, and where a product is too
     /// large for the polynomial that was tried.
     __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
@@ -167,17 +167,16 @@ class ScoreChanges {
         if (!slopes() && !adds) {
             const float factor = cap(s);
             hide(s);
-            return flash_wmma::weigh<kSums>(s, factor, offset);
+            return flash_wmma::weigh(s, factor, offset);
         }
         apply(s, key);
-        return flash_wmma::weigh<kSums>(s, 1.f, offset);
+        return flash_wmma::weigh(s, 1.f, offset);
     }
 
     /// Whether scores may rise from tile to tile, backwards, by more than the old m allows: right of a steep diagonal.
     __device__ __forceinline__ bool rises(int key) const { return kSlopes && key > not_rising_; }
 
   private:
-    static constexpr bool kSums = !Tile::kProductSums;
     static constexpr bool kAll = Changes<kProblems>::kAll, kMasks = Changes<kProblems>::kMasks;
     static constexpr bool kSlopes = Changes<kProblems>::kSlopes, kBiases = Changes<kProblems>::kBiases;
     // Whether ALiBi's offsets are found before the tile's products are there. At d = 128 that measured slower
@@ -305,8 +304,7 @@ class ScoreChanges {
             sum = 0.f;
             s.each_in_row(i, [&](float& x, int column) {
                 x = ptx::ex2(exponent(x, i, column));
-                // 0 + x would be an instruction
-                sum = column == 0 ? x : with_weight<kSums>(sum, x);
+                sum = column == 0 ? x : sum + x;  // 0 + x would be an instruction
             });
         });
         return sums;

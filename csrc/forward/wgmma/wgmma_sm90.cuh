@@ -352,8 +352,7 @@ class Consumer {
     static_assert(!kHasRuns || Tile::kStages > 1);
     // What the second product sums are the weights that it multiplies V by, as rounded: not dropped ones, not those of
     // converted inputs
-    static_assert(!Tile::kProductSums || !(kDrops || kConverted || kMerges<kProblems>));
-    static_assert(!Tile::kProductSums || !includes(kProblems, Problems::kEntropies));  // l would be needed when m rises
+    static_assert(!Tile::kProductSums || !(kDrops || kConverted || kMerges<kProblems> || kChanges));
     static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
