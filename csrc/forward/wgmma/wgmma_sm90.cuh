@@ -1040,7 +1040,7 @@ inline constexpr TableRow kPlainRows[] = {
 inline constexpr TableRow kPackedRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4, .product_sums = true}},
     {{.d = 64, .consumers = 3, .keys = 128, .stages = 4, .product_sums = true}, 1.03f},
-    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4, .product_sums = true}, 0.87f},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
 };
 inline constexpr TableRow kGeneralRows[] = {
