@@ -206,6 +206,26 @@ def test_one_capped_score_is_large(score: float, key: int, row: int, dim: int) -
     torch.testing.assert_close(out.double(), scores.softmax(3) @ v.double(), atol=4e-3, rtol=0)
 
 
+def check_packed(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[int, ...],
+    sm_count: int,
+    queue: bool,
+    mask: Mask = DENSE,
+    modification: Modification = PLAIN,
+) -> None:
+    """Each sequence, and what is in none; whether blocks take items from a queue."""
+    kernel = next(kernel for kernel in flash_wmma.kernels() if kernel.name == "wgmma_sm90")
+    bounds = cumulative(lengths, "cpu")
+    options = {"causal": mask.causal, "window": mask.window, **modification._asdict()}
+    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, sm_count=sm_count):
+        take_profile()
+        result = run_packed(kernel, *tensors, bounds, bounds, **options)
+        grids = json.loads(take_profile())
+    check_sequences(kernel, tensors, (lengths, lengths), result, mask, modification)
+    assert any("clear" in grid["kernel"] for grid in grids) == queue
+
+
 PACKED = {  # multiprocessors, heads and the sequences' lengths; whether blocks take items from a queue
     "rounds": (2, (4, 2), (200, 0, 30, 270, 1), False),
     "queue": (2, (6, 3), (520, 0, 30, 270, 1, 0), True),
@@ -221,23 +241,15 @@ PACKED = {  # multiprocessors, heads and the sequences' lengths; whether blocks 
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_items(case: str, d: int, mask: Mask) -> None:
     """Each item of packed sequences once, with rows behind the last sequence."""
-    sm_count, heads, lengths, queue = PACKED[case]
-    kernel = next(kernel for kernel in flash_wmma.kernels() if kernel.name == "wgmma_sm90")
-    tensors = [packed(sum(lengths), n, d, torch.float16, "cpu", n + d, extra=3) for n in (heads[0], *heads[1:] * 2)]
-    bounds = cumulative(lengths, "cpu")
-    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, sm_count=sm_count):
-        take_profile()
-        result = run_packed(kernel, *tensors, bounds, bounds, causal=mask.causal, window=mask.window)
-        grids = json.loads(take_profile())
-    check_sequences(kernel, (tensors[0], tensors[1], tensors[2]), (lengths, lengths), result, mask)
-    assert any("clear" in grid["kernel"] for grid in grids) == (queue and not mask.window)  # few keys need none
+    sm_count, (hq, hk), lengths, queue = PACKED[case]
+    q, k, v = (packed(sum(lengths), n, d, torch.float16, "cpu", n + d, extra=3) for n in (hq, hk, hk))
+    check_packed((q, k, v), lengths, sm_count, queue and not mask.window, mask)  # few keys need no queue
 
 
 @pytest.mark.parametrize("kind", ["softcap", "alibi_slopes", "bool", "float32", "bfloat16", "d = 192", "d = 512"])
 def test_packed_queue_of_other_instances(kind: str) -> None:
     lengths, d = (515, 3), int(kind[4:]) if kind.startswith("d = ") else 64
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(kind, torch.float16)
-    kernel = next(kernel for kernel in flash_wmma.kernels() if kernel.name == "wgmma_sm90")
     q, k, v = (packed(sum(lengths), 2, d, dtype, "cpu", i) for i in range(3))
     generator = torch.Generator().manual_seed(4)
     modification = {
@@ -245,13 +257,7 @@ def test_packed_queue_of_other_instances(kind: str) -> None:
         "alibi_slopes": Modification(None, torch.rand(2, 2, generator=generator)),
         "bool": Modification(torch.rand(2, 1, 1, 515, generator=generator) > 0.3),
     }.get(kind, PLAIN)
-    bounds = cumulative(lengths, "cpu")
-    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, sm_count=1):
-        take_profile()
-        result = run_packed(kernel, q, k, v, bounds, bounds, **modification._asdict())
-        grids = json.loads(take_profile())
-    check_sequences(kernel, (q, k, v), (lengths, lengths), result, DENSE, modification)
-    assert any("clear" in grid["kernel"] for grid in grids)
+    check_packed((q, k, v), lengths, sm_count=1, queue=True, modification=modification)
 
 
 @pytest.mark.parametrize("nk", [16384, 16385])

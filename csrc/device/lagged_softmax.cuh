@@ -59,7 +59,7 @@ struct LaggedSoftmax {
         return all;
     }
 
-    /// Whether this lane's sums of weights, or its largest, prove that none overflows T. NaN does not.
+    /// Whether this lane's sums of weights prove that none overflows T. NaN does not.
     template <class T>
     __device__ __forceinline__ static bool fits(const RowValues<Rows>& sums) {
         return sums.all([](float sum) { return sum <= Element<T>::kLargestSum; });

@@ -70,7 +70,7 @@ struct RowStatistics {
                     if (kHides && kEntropy) t = ptx::max_nan(t, kNone);
                     x = ptx::ex2(t);
                     sum += x;
-                    if (kMax) sums.largest[i] = with_weight<false>(sums.largest[i], x);
+                    if (kMax) sums.largest[i] = ptx::max_of_positive(sums.largest[i], x);
                     if (kEntropy) sums.moment[i] = fmaf(x, t, sums.moment[i]);
                 });
             });
@@ -85,7 +85,7 @@ struct RowStatistics {
         if constexpr (kEntropy) moment.each([&](int i, float& x) { x += sums.moment[i]; });
         if constexpr (kMax)
             largest.each(
-                [&](int i, float& x) { x = with_weight<false>(x, kSums ? sums.largest[i] : sums.weights[i]); });
+                [&](int i, float& x) { x = ptx::max_of_positive(x, kSums ? sums.largest[i] : sums.weights[i]); });
     }
 
     /// Row i's m went from `before` to `after`, by which its sum of weights, `sum` before, was multiplied by `rescale`.

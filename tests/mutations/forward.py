@@ -296,8 +296,8 @@ FAULTS = [
     Fault(
         name="wgmma-packed-heads-of-the-first-group",
         path="csrc/forward/wgmma/plan.cuh",
-        old="const int own = head + place % together;",
-        new="const int own = place % together;",
+        old="own = head + place % together;",
+        new="own = place % together;",
         why="of a packed sequence only the heads that come together first are worked on",
         kernels=WGMMA,
     ),

@@ -215,12 +215,11 @@ __device__ __forceinline__ Assignment packed_assignment(const ForwardParams& p, 
     const int some = max(1, min(heads, 2 * static_cast<int>(gridDim.x) / tiles)), head = at / (some * tiles) * some;
     const int together = min(some, heads - head), place = at - head * tiles;
     const Sequence rows = sequence(p, found.sequence);
-    const int count = (rows.seqlen_q + Br - 1) / Br;
-    int tile = place / max(1, together);
+    // Numbers before the first sequence, or bounds that do not grow
+    if (at < 0 || together <= 0) return {rows, {rows.index, 0, 0, /*first_row=*/-1}};
+    const int count = (rows.seqlen_q + Br - 1) / Br, own = head + place % together;
+    int tile = place / together;
     if (p.band.right < kUnbounded && tile < count) tile = count - 1 - tile;
-    const QTile none{rows.index, 0, 0, -1};
-    if (at < 0 || together <= 0) return {rows, none};  // numbers before the first sequence, or bounds that do not grow
-    const int own = head + place % together;
     return {rows, {rows.index, own, schedule.group.quotient(own), tile * Br}};
 }
 
@@ -344,7 +343,7 @@ class Planner {
         TileList list;
         if constexpr (kMasks) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
         const auto seen = [&](int row, int count) {
-            const Range range = visible_tiles<Tile>(a.sequence, static_cast<const BandMask&>(mask), row, count);
+            const Range range = visible_tiles<Tile>(a.sequence, mask, row, count);
             if constexpr (kMasks) return list.places(range);
             else return range;
         };
